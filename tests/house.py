@@ -181,7 +181,7 @@ def imports_upward(trees: Trees) -> Iterator[str]:
                     yield f"{where}: only tests import testing"
             if parts[0] in {"torch", "triton"} and room in PURE:
                 yield f"{where}: {room} is pure, it must not import {parts[0]}"
-            if parts[0] in {"tyro", "rich"} and room != "cli":
+            if parts[0] == "rich" and room != "cli":
                 yield f"{where}: {parts[0]} belongs to the command line"
             if parts[0] in {"pickle", "cloudpickle", "dill"}:
                 yield f"{where}: no pickle anywhere"

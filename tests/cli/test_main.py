@@ -78,7 +78,7 @@ def test_answers_at_once_and_without_torch(flag: str) -> None:
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "moeclipse.cli.main" in imported
-    assert not {"torch", "numpy", "tyro", "rich"} & imported
+    assert not {"torch", "numpy", "rich"} & imported
     assert len(imported) < 180
 
 

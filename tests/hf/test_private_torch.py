@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from test_foreign_experts import experts_of
 
-from moeclipse.hf.private_torch import (
-    choose_implementation,
-    gate_of,
-    goes_beyond,
-    implementation_of,
-    is_default,
-)
+from moeclipse.hf.private_torch import gate_of, goes_beyond, implementation_of, is_default
 
 
 def test_names_are_there() -> None:
@@ -18,7 +12,7 @@ def test_names_are_there() -> None:
     assert is_default(gate_of(plain))
     assert not is_default(gate_of(own))
     assert implementation_of(plain) == "eager"
-    choose_implementation(plain, "batched_mm")
+    plain.config._experts_implementation = "batched_mm"
     assert implementation_of(plain) == "batched_mm"
     assert not goes_beyond(plain)
     plain._is_expert_parallel = True

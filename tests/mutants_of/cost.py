@@ -85,15 +85,6 @@ MUTANTS = (
         survived=True,
     ),
     Mutant(
-        "cost/hardware.py",
-        "memory_bandwidth=2 * block.nbytes / copy",
-        "memory_bandwidth=block.nbytes / copy",
-        "cost/test_hardware.py::test_a_copy_reads_and_writes",
-        "a copy counted as one pass over memory",
-        "updates on this machine look twice as slow as they are",
-        survived=True,
-    ),
-    Mutant(
         "cost/file.py",
         'fixed={**costs.fixed, **data.get("fixed", {})}',
         "fixed=costs.fixed",

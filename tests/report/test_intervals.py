@@ -63,10 +63,10 @@ def test_waiting_for_a_late_peer_is_not_communication() -> None:
 def test_a_transfer_under_compute_is_hidden() -> None:
     move = TransferInterval(label="reduce", launched=1.0, last_launched=1.0, done=5.0)
     split = split_step((0.0, 6.0), compute=[(0.0, 6.0)], waits=[(4.0, 5.0)], transfers=[move])
-    assert (split.hidden, split.exposed, split.hidden_fraction) == (3.0, 1.0, 0.75)
+    assert (split.hidden, split.exposed) == (3.0, 1.0)
 
 
 def test_a_step_without_communication_hides_nothing() -> None:
     split = split_step((0.0, 2.0), compute=[(0.0, 1.0)], waits=[], transfers=[])
-    assert (split.hidden_fraction, split.idle) == (0.0, 1.0)
+    assert (split.hidden, split.idle) == (0.0, 1.0)
     assert clip([(0.0, 9.0)], (2.0, 3.0)) == [(2.0, 3.0)]

@@ -75,11 +75,10 @@ def versions() -> Iterator[Finding]:
             yield Finding(section=section, name=name, state="broken", value=found, advice="use torch >= 2.11")
         else:
             yield Finding(section=section, name=name, state="works", value=found)
-    for name, use in (("tyro", "moeclipse train --help"), ("rich", "the display of moeclipse train")):
-        found = version_of(name)
-        state: Literal["works", "limited"] = "works" if found else "limited"
-        advice = "" if found else f"{use} needs it: pip install {name}"
-        yield Finding(section=section, name=name, state=state, value=found or "missing", advice=advice)
+    found = version_of("rich")
+    state: Literal["works", "limited"] = "works" if found else "limited"
+    advice = "" if found else "the display of moeclipse train needs it: pip install rich"
+    yield Finding(section=section, name="rich", state=state, value=found or "missing", advice=advice)
     found = version_of("triton")
     advice = "" if found else "it comes with torch for CUDA; on CPU it is not used"
     yield Finding(section=section, name="triton", state="info", value=found or "missing", advice=advice)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from moeclipse.cli.train_help import short_help
+from moeclipse.cli.train_help import full_help, short_help
 from moeclipse.core.config import Given, build, flag_layer, keys_of, problems_of, to_toml, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.core.shown import say
@@ -303,19 +303,6 @@ def data_problems(config: TrainConfig) -> Iterator[str]:
 
 def show_help(words: Sequence[str]) -> int:
     """Every key with its description and the value it would have now."""
-    import tyro
-
     options, merged = read_command([word for word in words if word not in ("-h", "--help", "--help-all")])
-    config = merged.built.config
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    command = TrainCommand(**sections, **own)
-    tyro.cli(
-        TrainCommand,
-        prog="moeclipse train [config.toml]",
-        description="Train a Mixture-of-Experts language model. Flags win over the file, the file over the "
-        f"preset ({', '.join(preset_names())}).",
-        default=command,
-        args=["--help"],
-    )
+    say(full_help(options, merged.built.config).rstrip())
     return 0

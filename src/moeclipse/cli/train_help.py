@@ -1,11 +1,19 @@
-"""What `moeclipse train --help` says first: the settings that most runs need, with the values they have now.
+"""What `moeclipse train --help` says: the settings that most runs need, with the values they have now.
 
-Every other setting is behind `--help-all`, and in the file that `--print-config` prints.
+`--help-all` says the same of every setting, from the dataclasses that the flags are read by.
 """
 
 from __future__ import annotations
 
-from moeclipse.core.config import to_flat
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from moeclipse.cli.words import WIDTH, columns, lowered, placeholder
+from moeclipse.core.config import flag_of, hints_of, to_flat
+from moeclipse.core.toml import docs_of, toml_value
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import preset_names
 
@@ -43,3 +51,33 @@ def short_help(config: TrainConfig, preset: str) -> str:
     rows = [(flag, value if len(value) <= 12 else f"{value[:9]}...", words) for flag, value, words in rows]
     lines = [f"  {flag:<22} {value:<12}  {words}" for flag, value, words in rows]
     return "\n".join([HEAD, *lines, "", TAIL])
+
+
+def full_help(*parts: object) -> str:
+    """Every setting of these dataclasses, section by section, with its description and its value."""
+    lines = [*HEAD.splitlines(), ""]
+    for part in parts:
+        lines += _section(part, "")
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _section(config: Any, prefix: str) -> Iterator[str]:
+    hints, docs = hints_of(type(config)), docs_of(type(config))
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    inside = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
+    rows = [
+        (
+            f"{flag_of(prefix + name)} {placeholder(hints[name])}",
+            docs.get(name, ""),
+            f" ({toml_value(value)})",
+        )
+        for name, value in values.items()
+        if name not in inside
+    ]
+    if rows:
+        section, about = prefix.removesuffix("."), (inspect.getdoc(type(config)) or "").partition("\n\n")[0]
+        written = not about.startswith(f"{type(config).__name__}(")  # else `dataclass` wrote it
+        title = f"{section}: {lowered(about)}" if section and written else section or about
+        yield from (*textwrap.wrap(title, WIDTH), *columns(rows), "")
+    for name, value in inside.items():
+        yield from _section(value, f"{prefix}{name}.")

@@ -8,8 +8,8 @@
       --flag N         what it is for (its default)
 
 Idea. A field is a flag: its type says what may follow, the string below it what it is for. `train` has its
-own layers of presets and files, and reads flags by the same rules (`core/config`). A flag of several values
-takes all words up to the next flag, or, in a command with a list of its own, one each time it is given.
+own layers of presets and files, and reads flags by the same rules (`core/config`, `cli/train_help`). A flag
+of several values takes all words up to the next flag, or, in a command with a list of its own, one each time.
 
 Contract. All mistakes are told at once, as one ConfigError, whose exit status is 2; nothing here needs torch.
 """
@@ -55,17 +55,9 @@ class Flag:
         return typing.get_origin(self.kind) is tuple
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        return tuple(map(str, typing.get_args(self.kind))) if typing.get_origin(self.kind) is Literal else ()
-
-    @property
     def wants(self) -> str:
         """What stands behind it in help."""
-        if self.kind is bool:
-            return ""
-        inner = typing.get_args(self.kind)[0] if self.many else self.kind
-        word = {int: "N", float: "X", Path: "PATH"}.get(inner, "NAME")
-        return "|".join(self.choices) or (f"{word} ..." if self.many else word)
+        return "" if self.kind is bool else placeholder(self.kind)
 
     def read(self, words: Sequence[str]) -> Any:
         inner = typing.get_args(self.kind)[0] if self.many else self.kind
@@ -81,6 +73,18 @@ def flags_of(schema: type) -> dict[str, Flag]:
         kind, doc = without_none(hints[field.name]), docs.get(field.name, "")
         found[field.name] = Flag(field.name, kind, field.default, doc)
     return found
+
+
+def placeholder(kind: Any) -> str:
+    """What may stand behind a flag of this type: N, PATH, cpu|cuda, NAME ..."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return "|".join(map(str, args))
+    if origin in (types.UnionType, typing.Union):
+        return "|".join(placeholder(arg) for arg in args if arg is not types.NoneType)
+    if origin is tuple:
+        return f"{placeholder(args[0])} ..."
+    return {int: "N", float: "X", Path: "PATH", bool: "true|false"}.get(kind, "NAME")
 
 
 def without_none(kind: Any) -> Any:
@@ -174,15 +178,21 @@ def help_of(schema: type, command: str, *, positional: str = "", usage: str = ""
     for flag in flags.values():
         if flag.name != positional:
             rows.append((f"{flag.text} {flag.wants}".strip(), flag.doc, shown(flag)))
-    left = min(max(len(text) for text, _, _ in rows), 26)
     what = textwrap.wrap(schema.__doc__ or "", WIDTH, break_on_hyphens=False)
-    lines = [f"usage: moeclipse {command}{first} [flags]", "", *what, ""]
+    lines = [f"usage: moeclipse {command}{first} [flags]", "", *what, "", *columns(rows)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Lines of (flag, what it is for, its value in brackets)."""
+    left, lines = min(max(len(text) for text, _, _ in rows), 26), []
     for text, doc, default in rows:
-        told = textwrap.wrap(lowered(doc) + default, WIDTH - left - 4, break_on_hyphens=False) or [""]
+        about = (lowered(doc) + default).strip()
+        told = textwrap.wrap(about, WIDTH - left - 4, break_on_hyphens=False) or [""]
         beside = len(text) <= left
         lines += [f"  {text:<{left}}  {told[0]}"] if beside else [f"  {text}", f"  {'':<{left}}  {told[0]}"]
         lines += [f"  {'':<{left}}  {line}" for line in told[1:]]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return lines
 
 
 def lowered(doc: str) -> str:

@@ -1,20 +1,15 @@
 """Devices and links as data: what arithmetic, memory and wires can do at best.
 
 Peaks are for one device and one direction of a link. `efficiency` is the part of a peak that large
-matrix products and long messages reach in practice; every number says where it comes from. `measure_cpu`
-and `measure_loopback` replace the last two entries by what the machine at hand really does.
+matrix products and long messages reach in practice; every number says where it comes from. What the machine
+at hand does is written by `moeclipse measure`.
 """
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeVar
-
-import numpy as np
 
 from moeclipse.core.errors import ConfigError
 
@@ -151,7 +146,7 @@ DEVICES: dict[str, Device] = {
             processors=2,
             launch=2e-5,
             efficiency=0.8,
-            source="two server cores, order of magnitude; measure_cpu() knows the machine at hand",
+            source="two server cores, order of magnitude; `moeclipse measure` knows the machine at hand",
         ),
     )
 }
@@ -227,7 +222,7 @@ LINKS: dict[str, Link] = {
             bandwidth=2e9,
             latency=3e-5,
             efficiency=1.0,
-            source="TCP on one host, order of magnitude; call measure_loopback() for the machine at hand",
+            source="TCP on one host, order of magnitude; `moeclipse measure` knows the machine at hand",
         ),
     )
 }
@@ -247,54 +242,3 @@ def _look_up(name: str, table: dict[str, T], what: str) -> T:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"unknown {what} {name!r}; {hint}choose one of {', '.join(table)}")
     return table[name]
-
-
-def measure_cpu(size: int = 512, repeats: int = 5) -> Device:
-    """This machine's CPU: best of a few fp32 products and of a few copies, well under a second."""
-    a = np.ones((size, size), dtype=np.float32)
-    product = min(_timed(lambda: a @ a) for _ in range(repeats))
-    block = np.ones(1 << 22, dtype=np.float32)
-    copy = min(_timed(block.copy) for _ in range(repeats))
-    known = DEVICES["cpu"]
-    return Device(
-        name="cpu",
-        flops=2 * size**3 / product,
-        dtype="fp32",
-        memory_bandwidth=2 * block.nbytes / copy,
-        memory=known.memory,
-        processors=known.processors,
-        launch=known.launch,
-        efficiency=1.0,
-        source=f"measured: best of {repeats} fp32 products of {size}^3, copies of {block.nbytes >> 20} MiB",
-    )
-
-
-def measure_loopback(num_bytes: int = 1 << 24, repeats: int = 3) -> Link:
-    """Two local sockets of this process: bandwidth from long messages, latency from short ones."""
-    left, right = socket.socketpair()
-    with left, right:
-        fastest = min(_timed(lambda: _transfer(left, right, num_bytes)) for _ in range(repeats))
-        latency = min(_timed(lambda: _transfer(left, right, 1)) for _ in range(repeats))
-    return Link(
-        name="loopback",
-        bandwidth=num_bytes / fastest,
-        latency=latency,
-        efficiency=1.0,
-        source=f"measured: best of {repeats} local-socket transfers of {num_bytes >> 20} MiB and of 1 byte",
-    )
-
-
-def _transfer(left: socket.socket, right: socket.socket, num_bytes: int) -> None:
-    sender = threading.Thread(target=left.sendall, args=(bytes(num_bytes),))
-    sender.start()
-    missing = num_bytes
-    while missing:
-        missing -= len(right.recv(min(missing, 1 << 20)))
-    sender.join()
-
-
-def _timed(work: object) -> float:
-    assert callable(work)
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin

@@ -6,7 +6,6 @@ Which layers have experts and what they see are lists; everything else is alike 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.kernels import keys_seen
@@ -142,14 +141,6 @@ class ModelSizes:
         """That a base in few bits keeps so, experts apart."""
         width = self.shared_width if self.moe_layers[layer] else self.dense_width
         return self.attention_parameters + 3.0 * self.d_model * width
-
-    @cached_property
-    def adapter_parameters(self) -> float:
-        """That the model has beside its own."""
-        return sum(
-            part.dense_adapted + moe * self.experts.num_experts * part.expert_adapted
-            for part, moe in zip(self.trained, self.moe_layers, strict=False)
-        )
 
     @property
     def table_parameters(self) -> float:

@@ -22,12 +22,6 @@ def implementation_of(experts: nn.Module) -> str | None:
     return getattr(getattr(experts, "config", None), "_experts_implementation", None)
 
 
-def choose_implementation(experts: nn.Module, name: str) -> None:
-    """For a module alone; a model has `set_experts_implementation`."""
-    config: Any = experts.config
-    config._experts_implementation = name
-
-
 def gate_of(experts: nn.Module) -> Callable[..., Any]:
     kind: Any = type(experts)
     found: Callable[..., Any] = kind._apply_gate

@@ -46,11 +46,6 @@ class StepSplit:
     def hidden(self) -> float:
         return self.comm - self.exposed
 
-    @property
-    def hidden_fraction(self) -> float:
-        """Share of communication that cost no step time; 0 where there was none."""
-        return self.hidden / self.comm if self.comm > 0 else 0.0
-
 
 def union(spans: Iterable[Span]) -> list[Span]:
     """Sorted, disjoint spans that cover the same points; empty spans vanish."""

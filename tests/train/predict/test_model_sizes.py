@@ -60,7 +60,6 @@ def test_what_is_trained_is_what_the_model_trains(name: str, changes: dict[str, 
     )
     everything = sum(p.numel() for p in model.parameters())
     assert held.experts + held.matrices + held.rest == pytest.approx(everything, rel=0.002)
-    assert sizes.parameters + sizes.adapter_parameters == pytest.approx(everything, rel=0.002)
     work = LeastWork.of(
         config.model,
         config.moe,
