@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "ops/launch.py",
+        "found += each.dtype, each.data_ptr() & 15 == 0",
+        "found += (each.dtype,)",
+        "ops/test_launch.py::test_whatever_could_mean_another_kernel_is_asked_for",
+        "a kernel for addresses that are multiples of 16 takes any address",
+        "rows of a view are read from a wrong place, or the launch ends in an illegal address",
+    ),
+    Mutant(
+        "ops/descriptors.py",
+        "made.__dict__.update(form.__dict__, base=base)",
+        "made.__dict__.update(form.__dict__)",
+        "ops/test_descriptors.py::test_kept_ones_are_tritons",
+        "a kept descriptor names no tensor of now",
+        "the copy engine reads address 0",
+    ),
+    Mutant(
         "ops/triton/grouping.py",
         "(expert[None, :] < wanted[:, None]).to(tl.int32), axis=1)",
         "(expert[None, :] <= wanted[:, None]).to(tl.int32), axis=1)",

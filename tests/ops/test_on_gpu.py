@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -269,3 +271,19 @@ def test_nothing_waits_for_the_host() -> None:
         gradients(grouped_experts, inputs, ids, d_out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_backward_may_be_the_first_thing_that_a_thread_does_on_the_device() -> None:
+    """Autograd's threads have no context before; kernels with descriptors ask the driver for one."""
+    code = """
+import torch
+from moeclipse.ops.grouped_experts import grouped_experts
+x, up, down = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+               for shape in ((256, 128), (4, 256, 128), (4, 128, 128)))
+scores, ids = torch.rand(256, 4, device="cuda").topk(2)
+out = grouped_experts(x, scores, ids, up, down)
+out.backward(torch.ones_like(out))
+print(float(x.grad.abs().sum()) > 0, flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr

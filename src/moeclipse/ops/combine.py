@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from moeclipse.ops.launch import launch
 from moeclipse.ops.precision import WIDE
 
 
@@ -59,7 +60,8 @@ def gather_sum_kernel(
     (num_tokens, top_k), D = place_row_TK.shape, rows_MD.shape[1]
     out = rows_MD.new_empty(num_tokens, D)
     block = min(2048, 1 << (D - 1).bit_length())
-    combine.gather_sum[(num_tokens, -(-D // block))](
+    launch(
+        combine.gather_sum, (num_tokens, -(-D // block)),
         rows_MD, place_row_TK, weight_M, out, rows_MD.stride(0), D,
         K=top_k, WEIGHTED=weight_M is not None, BLOCK=block, num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip

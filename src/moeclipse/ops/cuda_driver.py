@@ -47,6 +47,9 @@ class LaunchConfig(ctypes.Structure):
 
 ADDRESS, STREAM, FLAGS = c_uint64, c_void_p, c_uint
 SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuIpcCloseMemHandle": (ADDRESS,),
     "cuIpcGetMemHandle": (POINTER(IpcHandle), ADDRESS),
@@ -76,6 +79,16 @@ class DriverError(CommError):
 class CudaDriver:
     def __init__(self, library: Any) -> None:
         self._library = library
+
+    # contexts
+
+    def enter(self, device: int) -> None:
+        """Give the calling thread the context that torch uses on a device, if it has none yet."""
+        context = c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context.value:
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._call("cuCtxSetCurrent", context)
 
     # addresses
 

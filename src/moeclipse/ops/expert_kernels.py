@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moeclipse.ops import descriptors
 from moeclipse.ops.activation import GATED, Activation
+from moeclipse.ops.descriptors import Operand
 from moeclipse.ops.grouping import FEW_ROWS, Grouping
+from moeclipse.ops.launch import launch
 from moeclipse.ops.tuning import Tile, delay, grid_of, tile_for
 
 WIDEST_BLOCK = 64
 """Columns of a narrow operand that are multiplied at once."""
-
-
-Operand = Any
-"""A tensor, or Triton's descriptor of one, which is imported where it is made."""
 
 
 class More(NamedTuple):
@@ -59,7 +58,8 @@ def up_kernel(
     a = x.new_empty(grouping.num_rows, F)
     num_tiles = _capacity(grouping) * -(-F // tile.n)
     grid, programs = grid_of(tile, x.device, num_tiles)
-    expert_forward.up_gated[(grid,)](
+    launch(
+        expert_forward.up_gated, (grid,),
         x if index_M is not None else _rows(x, tile.k, tile), index_M,
         _blocks(up_EHD.unflatten(1, (2, F)), [1, 2, tile.n, tile.k], tile),
         _plain(bias_EH), u, b,
@@ -159,7 +159,8 @@ def d_hidden_kernel(
     d_score = dy.new_empty(grouping.num_rows, dtype=torch.float32)
     block_f = min(1024, 1 << (F - 1).bit_length())
     block_m = max(1, 2048 // block_f)
-    expert_backward.activation_backward[(-(-grouping.num_rows // block_m),)](
+    launch(
+        expert_backward.activation_backward, (-(-grouping.num_rows // block_m),),
         d_a_scaled, h_MH, scores_M.contiguous(), d_h, d_score, grouping.offsets_E1, len(grouping.counts_E), F,
         ACT=activation, GATED=activation in GATED, BLOCK_M=block_m, BLOCK_F=block_f, num_warps=8,
     )  # fmt: skip
@@ -195,7 +196,8 @@ def _rows_times_weight(
     gather, piece = index_M is not None, tile.n // tile.split
     num_tiles = _capacity(grouping) * -(-N // tile.n)
     grid, programs = grid_of(tile, rows.device, num_tiles)
-    expert_forward.rows_times_weight[(grid,)](
+    launch(
+        expert_forward.rows_times_weight, (grid,),
         rows if gather else _rows(rows, tile.k, tile), index_M, blocks(weight, tile.k), _plain(bias),
         None if more is None else _rows(more.rows_MR, block, tile),
         None if more is None else blocks(more.weight, block), scale,
@@ -212,11 +214,7 @@ def _rows_times_weight(
 
 def _blocks(operand: torch.Tensor, block: list[int], tile: Tile) -> Operand:
     """An operand of which tiles read blocks: a descriptor, or the tensor itself, whose rows lie close."""
-    if tile.pointers:
-        return operand.contiguous()
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(operand, block)
+    return operand.contiguous() if tile.pointers else descriptors.blocks(operand, block)
 
 
 def _rows(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
@@ -226,11 +224,7 @@ def _rows(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
 
 def _written(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
     """Rows that tiles write, and none past an expert's last."""
-    if tile.pointers:
-        return rows
-    from triton.tools.ragged_tma import create_ragged_descriptor
-
-    return create_ragged_descriptor(rows, [tile.m, columns])
+    return rows if tile.pointers else descriptors.ragged(rows, [tile.m, columns])
 
 
 def tile_of(kernel: str, more: More | None, grouping: Grouping, device: torch.device, *widths: int) -> Tile:

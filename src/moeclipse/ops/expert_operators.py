@@ -36,7 +36,9 @@ def pack(grouping: Grouping) -> list[torch.Tensor]:
     assert grouping.row_place_M is not None
     assert grouping.row_token_M is not None
     assert grouping.place_row_TK is not None
-    tables_2M = torch.stack([grouping.row_place_M, grouping.row_token_M])
+    tables_2M = grouping.tables_2M
+    if tables_2M is None:
+        tables_2M = torch.stack([grouping.row_place_M, grouping.row_token_M])
     return [grouping.counts_E, grouping.offsets_E1, tiles, num_tiles, tables_2M, grouping.place_row_TK]
 
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from moeclipse.ops.launch import launch
+
 ROW_TILE = 128
 """Rows that a matrix kernel works on at once; a wgmma warp group takes 64, and two share the weights."""
 FEW_ROWS = 16
@@ -44,6 +46,8 @@ class Grouping:
     row_place_M: torch.Tensor | None = None
     place_row_TK: torch.Tensor | None = None
     """The inverse: of each pair its row, or -1."""
+    tables_2M: torch.Tensor | None = None
+    """row_place and row_token in one piece of memory, where they were made so."""
 
 
 def group_rows_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
@@ -118,15 +122,18 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
     counts_EB = torch.empty(num_experts, num_blocks, dtype=torch.int32, device=ids.device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     chunk = min(64, _power_of_two(num_experts))
-    row_place, row_token = torch.empty(2, num_pairs, dtype=torch.int32, device=ids.device)
-    grouping.count_block[(num_blocks,)](
-        ids, counts_EB, row_place, row_token, num_pairs, num_experts, num_blocks, BLOCK=block, CHUNK=chunk
-    )
+    tables = torch.empty(2, num_pairs, dtype=torch.int32, device=ids.device)
+    row_place, row_token = tables
+    launch(
+        grouping.count_block, (num_blocks,),
+        ids, counts_EB, row_place, row_token, num_pairs, num_experts, num_blocks, BLOCK=block, CHUNK=chunk,
+    )  # fmt: skip
     scan = min(1024, _power_of_two(num_blocks))
-    grouping.scan_experts[(num_experts,)](counts_EB, counts_E, num_blocks, BLOCK=scan)
+    launch(grouping.scan_experts, (num_experts,), counts_EB, counts_E, num_blocks, BLOCK=scan)
     plain = group_counts_kernel(counts_E, num_pairs)
     place_row = torch.empty(num_tokens, top_k, dtype=torch.int32, device=ids.device)
-    grouping.place_block[(num_blocks,)](
+    launch(
+        grouping.place_block, (num_blocks,),
         ids, counts_EB, plain.offsets_E1, place_row, row_place, row_token, num_pairs, num_blocks,
         K=top_k, BLOCK=block,
     )  # fmt: skip
@@ -139,6 +146,7 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
         row_token_M=row_token,
         row_place_M=row_place,
         place_row_TK=place_row,
+        tables_2M=tables,
     )
 
 
@@ -154,7 +162,8 @@ def group_few_kernel(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
     tiles, num_tiles = torch.empty(3, capacity, **numbers), torch.empty(1, **numbers)
     row_place, row_token = torch.empty(2, num_pairs, **numbers)
     place_row = torch.empty(num_tokens, top_k, **numbers)
-    grouping.group_few[(1,)](
+    launch(
+        grouping.group_few, (1,),
         expert_ids_TK.contiguous(), counts_E, offsets, tiles, num_tiles, place_row, row_place, row_token,
         num_pairs, capacity, num_experts,
         K=top_k, BM=tile_rows, BLOCK=max(16, _power_of_two(num_pairs)),
@@ -181,7 +190,8 @@ def group_counts_kernel(counts_E: torch.Tensor, num_rows: int) -> Grouping:
     tiles = torch.empty(3, capacity, dtype=torch.int32, device=counts_E.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=counts_E.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=counts_E.device)
-    grouping.tile_table[(num_experts,)](
+    launch(
+        grouping.tile_table, (num_experts,),
         counts_E, offsets, tiles, num_tiles, capacity, num_experts,
         BM=ROW_TILE, PADDED=_power_of_two(num_experts), CHUNK=64,
     )  # fmt: skip

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from moeclipse.ops.launch import launch
+
 BLOCK = 1024
 
 
@@ -26,7 +28,6 @@ def pick_kernel(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     from moeclipse.ops.triton import pick as kernels
 
     index, out = index.contiguous(), values.new_empty(index.shape)
-    kernels.pick[(-(-index.numel() // BLOCK),)](
-        values, index, out, index.numel(), values.stride(0), BLOCK=BLOCK
-    )
+    grid, numbers = (-(-index.numel() // BLOCK),), (index.numel(), values.stride(0))
+    launch(kernels.pick, grid, values, index, out, *numbers, BLOCK=BLOCK)
     return out

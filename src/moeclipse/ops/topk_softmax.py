@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moeclipse.ops.first_order import first_order
+from moeclipse.ops.launch import launch
 from moeclipse.ops.precision import WIDE
 
 
@@ -58,10 +59,9 @@ def topk_softmax_kernel(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, 
     num_tokens, num_experts = logits_TE.shape
     scores_TK = logits_TE.new_empty(num_tokens, k, dtype=torch.float32)
     ids_TK = logits_TE.new_empty(num_tokens, k, dtype=torch.int32)
-    launch = _launch(num_experts, k)
-    topk.topk_softmax[(-(-num_tokens // launch["BLOCK"]),)](
-        logits_TE.contiguous(), scores_TK, ids_TK, num_tokens, num_experts, **launch
-    )
+    sizes = _sizes(num_experts, k)
+    operands = (logits_TE.contiguous(), scores_TK, ids_TK, num_tokens, num_experts)
+    launch(topk.topk_softmax, (-(-num_tokens // sizes["BLOCK"]),), *operands, **sizes)
     return scores_TK, ids_TK
 
 
@@ -76,14 +76,13 @@ def topk_softmax_backward_kernel(
 
     num_tokens, k = scores_TK.shape
     d_logits_TE = scores_TK.new_empty(num_tokens, num_experts, dtype=dtype)
-    launch = _launch(num_experts, k)
-    topk.topk_softmax_backward[(-(-num_tokens // launch["BLOCK"]),)](
-        scores_TK, ids_TK, d_scores_TK.contiguous(), d_logits_TE, num_tokens, num_experts, **launch
-    )
+    sizes = _sizes(num_experts, k)
+    operands = (scores_TK, ids_TK, d_scores_TK.contiguous(), d_logits_TE, num_tokens, num_experts)
+    launch(topk.topk_softmax_backward, (-(-num_tokens // sizes["BLOCK"]),), *operands, **sizes)
     return d_logits_TE
 
 
-def _launch(num_experts: int, k: int) -> dict[str, int]:
+def _sizes(num_experts: int, k: int) -> dict[str, int]:
     padded = 1 << (num_experts - 1).bit_length()
     block = max(1, 2048 // padded)
     return {"K": k, "K_PADDED": 1 << (k - 1).bit_length(), "E_PADDED": padded, "BLOCK": block}

@@ -243,16 +243,24 @@ def line_in(table: dict[str, Tile], kernel: str, *widths: int) -> str:
 
 def table_of(device: torch.device) -> dict[str, Tile]:
     """The tiles of a device; without one (the interpreter) those of Hopper."""
+    return TABLES[_table_name(device)]
+
+
+def _table_name(device: torch.device) -> str:
     found = architecture_of(device)
-    return TABLES[found.table if found else "sm_90"]
+    return found.table if found else "sm_90"
 
 
 def tile_for(kernel: str, device: torch.device, *widths: int, file: Path = DEFAULT_FILE) -> Tile:
     """The tile of a kernel for these widths: from the file if it was tuned there, else from the table."""
+    return _tile_in(_table_name(device), kernel, device, widths, file)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _tile_in(name: str, kernel: str, device: torch.device, widths: tuple[int, ...], file: Path) -> Tile:
     tuned = _read(file)
     found = tuned.get(key_of(kernel, device, *widths)) if tuned else None
-    table = table_of(device)
-    return found or table[line_in(table, kernel, *widths)]
+    return found or TABLES[name][line_in(TABLES[name], kernel, *widths)]
 
 
 def key_of(kernel: str, device: torch.device, *widths: int) -> str:
@@ -286,14 +294,19 @@ def tune(
             best, best_ms = tile, ms
     path = file.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    _read.cache_clear()
+    _forget()
     entries = {**_read(file), key_of(kernel, device, *widths): best}
     fresh = path.with_suffix(".new")
     told = {key: asdict(tile) for key, tile in entries.items()}
     fresh.write_text(json.dumps(told, indent=1, sort_keys=True))
     fresh.replace(path)
-    _read.cache_clear()
+    _forget()
     return best
+
+
+def _forget() -> None:
+    _read.cache_clear()
+    _tile_in.cache_clear()
 
 
 def variants(tile: Tile, **choices: Iterable[object]) -> list[Tile]:
@@ -306,9 +319,12 @@ def variants(tile: Tile, **choices: Iterable[object]) -> list[Tile]:
 
 def num_programs(tile: Tile, device: torch.device) -> int:
     """Persistent kernels start this many programs; without a device (the interpreter) two are enough."""
-    if device.type != "cuda":
-        return 2
-    return tile.per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    return tile.per_sm * _multiprocessors(device) if device.type == "cuda" else 2
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def grid_of(tile: Tile, device: torch.device, num_tiles: int) -> tuple[int, int]:

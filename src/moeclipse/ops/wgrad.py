@@ -18,6 +18,8 @@ from dataclasses import replace
 
 import torch
 
+from moeclipse.ops import descriptors
+from moeclipse.ops.launch import launch
 from moeclipse.ops.tuning import Tile, delay, device_fits, grid_of, has_warpgroups, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -130,9 +132,6 @@ def grouped_wgrad_kernel(
     accumulate: bool = True,
     tile: Tile | None = None,
 ) -> None:
-    from triton.tools.ragged_tma import create_ragged_descriptor
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     from moeclipse.ops.triton import wgrad
 
     num_experts, N, D = into_END.shape
@@ -149,14 +148,15 @@ def grouped_wgrad_kernel(
     wide_dy, wide_x = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     dy, x, into = dy_MN, x_MD, into_END
     if not tile.pointers:
-        dy = dy_MN if gather_dy else create_ragged_descriptor(dy_MN, [tile.k, wide_dy])
-        x = x_MD if gather_x else create_ragged_descriptor(x_MD, [tile.k, wide_x])
+        dy = dy_MN if gather_dy else descriptors.ragged(dy_MN, [tile.k, wide_dy])
+        x = x_MD if gather_x else descriptors.ragged(x_MD, [tile.k, wide_x])
         piece = [tile.n // tile.split, tile.m] if tile.swap else [tile.m, tile.n // tile.split]
-        into = TensorDescriptor.from_tensor(into_END, [1, *piece])
+        into = descriptors.blocks(into_END, [1, *piece])
     num_tiles = num_experts * -(-N // wide_dy) * -(-D // wide_x)
     grid, programs = grid_of(tile, dy_MN.device, num_tiles)
     adding = "reduce" if dy_MN.is_cuda and not tile.pointers else "add"
-    wgrad.grouped_wgrad[(grid,)](
+    launch(
+        wgrad.grouped_wgrad, (grid,),
         dy, dy_index_M, dy_MN.stride(0), x, x_index_M, x_MD.stride(0), into, offsets_E1, num_experts, N, D,
         GATHER_DY=gather_dy, GATHER_X=gather_x, POINTERS=tile.pointers,
         EVEN=N % wide_dy == 0 and D % wide_x == 0, MODE=adding if accumulate else "store",
@@ -189,29 +189,22 @@ def _by_warpgroups(
     tile: Tile,
 ) -> None:
     """The kernel whose warps divide the work; one operand may be gathered."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-    from triton.tools.ragged_tma import create_ragged_descriptor
-
     from moeclipse.ops.triton import wgrad_gluon
 
     num_experts, N, D = into_END.shape
-
-    def ragged(rows: torch.Tensor, width: int) -> TensorDescriptor:
-        plain = create_ragged_descriptor(rows, [tile.k, width])
-        layout = NVMMASharedLayout(128, 16, rank=4)
-        return TensorDescriptor(rows, plain.shape, plain.strides, plain.block_shape, layout)
-
+    wide = (128, 16)  # bytes that are swizzled together, bits of an element
     gather_dy, gather_x = dy_index_M is not None, x_index_M is not None
     gathered = dy_MN if gather_dy else x_MD
     size, piece = into_END.itemsize, tile.n // tile.split
-    layout = NVMMASharedLayout(min(128, piece * size), 8 * size, rank=3)
+    written = (min(128, piece * size), 8 * size)
     num_tiles = num_experts * -(-N // tile.m) * -(-D // tile.n)
     programs = num_programs(tile, dy_MN.device)
-    wgrad_gluon.grouped_wgrad[(programs,)](
-        dy_MN if gather_dy else ragged(dy_MN, tile.m // 2), x_MD if gather_x else ragged(x_MD, tile.n),
+    launch(
+        wgrad_gluon.grouped_wgrad, (programs,),
+        dy_MN if gather_dy else descriptors.ragged(dy_MN, [tile.k, tile.m // 2], wide),
+        x_MD if gather_x else descriptors.ragged(x_MD, [tile.k, tile.n], wide),
         dy_index_M if gather_dy else x_index_M, gathered.stride(0) // 8,
-        TensorDescriptor.from_tensor(into_END, [1, 64, piece], layout), offsets_E1, num_experts, N, D,
+        descriptors.blocks(into_END, [1, 64, piece], written), offsets_E1, num_experts, N, D,
         GATHER="dy" if gather_dy else "x" if gather_x else "none", ADD=accumulate, GROUP=tile.group,
         STAGGER=delay(tile, dy_MN.device, num_tiles), PROGRAMS=programs,
         BM=tile.m, BN=tile.n, BK=tile.k, STAGES=tile.stages, BUFFERS=tile.staging, num_warps=4,
