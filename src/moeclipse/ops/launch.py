@@ -50,13 +50,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **constants: Any)
 def _kinds(operands: tuple[Any, ...]) -> list[Any]:
     """Of each operand what decides which kernel is meant."""
     found: list[Any] = []
+    add = found.append
     for each in operands:
-        if isinstance(each, torch.Tensor):
-            found += each.dtype, each.data_ptr() & 15 == 0
-        elif type(each) is int:
-            found += each == 1, each & 15 == 0, -(1 << 31) <= each < 1 << 31
+        kind = type(each)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            add(each.dtype)
+            add(each.data_ptr() & 15)
+        elif kind is int:
+            add("one" if each == 1 else (each & 15 == 0, each >> 31))
+        elif each is None:
+            add(None)
+        elif isinstance(each, torch.Tensor):  # of a class of somebody else's
+            add((each.dtype, each.data_ptr() & 15))
         else:
-            found.append(getattr(each, "kind", None) or type(each))
+            add(getattr(each, "kind", kind))
     return found
 
 
@@ -73,10 +80,15 @@ def _keep(kept: LaunchEntry, kernel: Any, compiled: Any, num_operands: int, give
 
 def is_watched() -> bool:
     """Whether a profiler of Triton's wants to see each launch."""
+    hook = _runtime().launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+@functools.cache
+def _runtime() -> Any:
     from triton import knobs
 
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    return knobs.runtime
 
 
 @functools.cache
