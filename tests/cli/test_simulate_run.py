@@ -80,7 +80,7 @@ def test_a_comparison_lists_what_it_announces(capsys: pytest.CaptureFixture[str]
     table = rows[: next(i for i, row in enumerate(rows) if row.startswith("bubble"))]
     left_out = [line for line in out.splitlines() if " left out: " in line]
     assert len([row for row in table if row.strip()]) == announced > 0
-    assert announced + len(left_out) == 12
+    assert announced + len(left_out) == 13
     assert any(line.startswith("gpipe left out: ") and "4 stages" not in line for line in left_out)
 
 
@@ -134,8 +134,8 @@ def test_what_cannot_go_together_is_told(file: Path, tmp_path: Path) -> None:
         main(["--config", str(tmp_path / "none.toml")])
     with pytest.raises(ConfigError, match="--grid speaks of whole actions; a run is simulated in layers"):
         main(["--config", str(file), "--grid"])
-    with pytest.raises(ConfigError, match="unknown schedule 'dualpipe'"):
-        main(["--config", str(file), "--compare", "dualpipe"])
+    with pytest.raises(ConfigError, match="unknown schedule 'dual'"):
+        main(["--config", str(file), "--compare", "dual"])
 
 
 def test_what_is_given_beside_a_configuration_counts(capsys: pytest.CaptureFixture[str], file: Path) -> None:

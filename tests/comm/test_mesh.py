@@ -94,6 +94,24 @@ def test_pipelines_hold_their_stages_one_after_the_other() -> None:
     assert Mesh.single().line.ranks == (0,)
 
 
+def sharing(mesh: Mesh) -> tuple:
+    groups = (mesh.stage, mesh.dense_grads, mesh.replicas, mesh.expert_grads(), mesh.experts)
+    return tuple(group.ranks for group in groups)
+
+
+def test_two_copies_of_a_model_share_parameters_and_no_tokens() -> None:
+    """Place p and the last but p hold the same layers: gradients meet there, rows do not."""
+    both = (0, 1, 2, 3)
+    assert run_ranks(4, sharing, pp=2, mirrored=True) == [
+        ((0, 1), both, (0, 2), (0, 2), (0, 1)),
+        ((0, 1), both, (1, 3), (1, 3), (0, 1)),
+        ((2, 3), both, (0, 2), (0, 2), (2, 3)),
+        ((2, 3), both, (1, 3), (1, 3), (2, 3)),
+    ]
+    found = run_ranks(4, sharing, pp=4, mirrored=True)
+    assert [groups[1] for groups in found] == [(0, 3), (1, 2), (1, 2), (0, 3)]
+
+
 def middle(mesh: Mesh) -> tuple:
     return mesh.ends().ranks
 

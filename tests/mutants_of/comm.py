@@ -207,4 +207,12 @@ MUTANTS = (
         "other machines write into the store of a run that needs one host",
         survived=True,
     ),
+    Mutant(
+        "comm/mesh.py",
+        "        if not self.mirrored:\n            return stages\n",
+        "        return stages\n",
+        "comm/test_mesh.py::test_two_copies_of_a_model_share_parameters_and_no_tokens",
+        "two copies of a model do not share parameters",
+        "each direction of dualpipe trains a model of its own",
+    ),
 )

@@ -125,4 +125,12 @@ MUTANTS = (
         "plans that do not fit are shown",
         "the run ends out of memory",
     ),
+    Mutant(
+        "plan/step.py",
+        "            weight * np.array(self._simulated(number, rank))\n",
+        "            weight * np.array(self._simulated(number, self.busiest(number)))\n",
+        "plan/test_step.py::test_what_is_exposed_is_of_one_rank",
+        "compute and exposed time are extrapolated through two ranks",
+        "a plan shows exposed time below zero",
+    ),
 )

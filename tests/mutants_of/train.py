@@ -367,4 +367,12 @@ median(compute_ms[other] for other in ranks)
         "a template fills the memory of who asks it, within the time it has",
         survived=True,
     ),
+    Mutant(
+        "train/step/pipelined.py",
+        "        return sum(self.runtime.chunks.get(m, 1) for m in passing)",
+        "        return sum(self.runtime.chunks.get(m, 1) for m in range(self.config.optim.accumulate))",
+        "train/step/test_pipelined.py::test_two_copies_of_the_model_add_up_what_both_compute",
+        "a rank of dualpipe waits for gradients of microbatches that the other copy computes",
+        "no step with two copies ends",
+    ),
 )

@@ -152,9 +152,18 @@ def test_every_stage_needs_a_layer() -> None:
 def test_a_schedule_goes_on_as_it_began(schedule: str, stages: int, overlap: str) -> None:
     step = step_of(pp=4, ep=8, schedule=schedule, stages_per_rank=stages, microbatches=48, overlap=overlap)
     found = step.time()
-    makespan, compute, exposed = step._simulated(48)
+    makespan, compute, exposed = step._simulated(48, step.busiest(48))
     assert found.seconds - found.end == pytest.approx(makespan, rel=0.003)
     assert (found.compute, found.exposed) == (pytest.approx(compute), pytest.approx(exposed, rel=0.01))
+
+
+def test_what_is_exposed_is_of_one_rank() -> None:
+    """Of four microbatches the first rank is the busiest, of six or more the second."""
+    given = {"schedule": "vpp+1", "stages_per_rank": 2, "overlap": "pair", "recompute": "attn"}
+    layout = Layout(pp=2, ep=8, microbatches=61, **given)  # type: ignore[arg-type]
+    step = Step(Terms(model=QWEN3_30B, cluster=cluster("h100"), sequence=4096, imbalance=1.1), layout)
+    assert [step.busiest(number) for number in (4, 6, 61)] == [0, 1, 1]
+    assert step.time().exposed == pytest.approx(step._simulated(61, 1)[2], rel=0.03)
 
 
 def test_times_add_up_and_name_what_bounds() -> None:

@@ -19,6 +19,7 @@ SCHEDULES = {
     "zb-h1": (2, 1),
     "zb-v": (2, 2),
     "dualpipev": (2, 2),
+    "dualpipe": (2, 2),
 }
 
 
@@ -51,11 +52,16 @@ def whole(
     """Two layers a stage, four microbatches; `copies` are dp, ep and tp. `slots`: state is on the host."""
     ranks, per_rank = SCHEDULES[name]
     actions = build(name, ranks, 4, per_rank)
-    rank_of = actions.pipeline().placement.rank_of
+    placement = actions.pipeline().placement
+    rank_of, per_copy = placement.rank_of, placement.stages_per_chain
     last = len(rank_of) - 1
     layers = [
         [
-            LayerShape(launches=launches(2 * stage + at), recompute=recompute, head=(stage, at) == (last, 1))
+            LayerShape(
+                launches=launches(2 * (stage % per_copy) + at),
+                recompute=recompute,
+                head=placement.next_stage(stage) is None and at == 1,
+            )
             for at in range(2)
         ]
         for stage in range(len(rank_of))
@@ -71,13 +77,14 @@ def whole(
                 host_bytes=8e6 if slots else 0.0,
                 layer=f"{stage}.{at}",
             )
-            for stage in reversed(range(len(rank_of)))
+            for stage in sorted(range(len(rank_of)), key=lambda stage: -(stage % per_copy))
             if rank_of[stage] == place
             for at in (1, 0)
         )
         for place in range(ranks)
     )
     dp, ep, tp = copies
-    step = StepShape(dp=dp, ep=ep, tp=tp, buckets=buckets, tied=tied, slots=slots, by_layer=by_layer)
+    given = {"tied": tied, "slots": slots, "by_layer": by_layer, "mirrored": placement.num_chains > 1}
+    step = StepShape(dp=dp, ep=ep, tp=tp, buckets=buckets, **given)
     how = Expansion(overlap=overlap, chunks=chunks, split="layer")  # type: ignore[arg-type]
     return expand(actions, layers, how, step=step)

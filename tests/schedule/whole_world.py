@@ -90,6 +90,9 @@ class WholeWorld(PipelineWorld):
             expected = list(range(len(self.program.ranks)))
         elif name == "LOADS_SUM":
             expected = [other * copies + copy for other in range(places)]
+        elif self.step.mirrored and some.kind.part is Part.BUCKET:
+            both = {place, places - 1 - place}
+            expected = [other for other in range(copies * places) if other // copies in both]
         elif name == "TIED_SUM":
             expected = sorted({copy, (places - 1) * copies + copy})
         if sorted(ops) != expected:

@@ -141,6 +141,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "makes 4 stages, but model.num_layers is 3",
     ),
     "too few microbatches": ({"pipeline.schedule": "dualpipev"}, "at least two microbatches per rank"),
+    "experts that two ranks would move": (
+        {"pipeline.schedule": "dualpipe", "placement.planner": "greedy", "optim.accumulate": 4},
+        "two ranks of the pipeline hold each layer and would have to move its experts together",
+    ),
 }
 
 

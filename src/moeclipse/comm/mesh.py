@@ -15,6 +15,9 @@ first and the last, all lie inside one pp_index:
     experts        one dp_index: ep x tp ranks            cut_grads     the same as data, for gradients
     shard_experts  one dp_index, one tp_index: ep ranks   replicas      one ep_index and tp_index: dp ranks
     pipes          one place in a stage: pp ranks, four times over (`pipe`)
+
+Where two copies of the model run in opposite directions (`mirrored`), places p and pp - 1 - p hold the same
+layers: those who share parameters (dense_grads, cut_grads, replicas, expert_grads) are those of both.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class Mesh:
         watch: Watch,
         hosts: Sequence[Any] | None = None,
         comm_sms: int = 0,
+        mirrored: bool = False,
     ) -> None:
         """`hosts` names the host of each rank, alike on all ranks; left out, the machines are asked.
 
@@ -70,6 +74,7 @@ class Mesh:
         """
         self.comm_sms = comm_sms
         self.dp, self.ep, self.tp, self.pp = dp, ep, tp, pp
+        self.mirrored = mirrored
         per_stage = dp * ep * tp
         self.rank, self.num_ranks = rank, per_stage * pp
         self.pp_index, place = divmod(rank, per_stage)
@@ -92,12 +97,12 @@ class Mesh:
         starts = range(0, self.num_ranks, per_stage)
         stages = [tuple(range(first, first + per_stage)) for first in starts]
         rows = [stage[d * block : (d + 1) * block] for stage in stages for d in range(dp)]
-        columns = [stage[e::block] for stage in stages for e in range(block)]
+        columns = [both[e::block] for both in self._sharing() for e in range(block)]
         self.world = self.new_group("world", [tuple(range(self.num_ranks))])
         self.stage = self.world if self.pp == 1 else self.new_group("stage", stages)
         self.experts = self.new_group("experts", rows)
         # Gradient reductions run beside everything else, so they have communicators of their own.
-        self.dense_grads = self.new_group("dense_grads", stages)
+        self.dense_grads = self.new_group("dense_grads", self._sharing())
         self.replicas = self.new_group("replicas", columns)
         self.data, self.cut_grads, self.shard_experts = self.stage, self.dense_grads, self.experts
         blocks = [tuple(range(k, k + tp)) for k in range(0, self.num_ranks, tp)]
@@ -105,7 +110,8 @@ class Mesh:
         if tp > 1:
             strides = [stage[t::tp] for stage in stages for t in range(tp)]
             self.data = self.new_group("data", strides)
-            self.cut_grads = self.new_group("cut_grads", strides)
+            cut = [both[t::tp] for both in self._sharing() for t in range(tp)]
+            self.cut_grads = self.new_group("cut_grads", cut)
             self.shard_experts = self.new_group(
                 "shard_experts", [row[t::tp] for row in rows for t in range(tp)]
             )
@@ -117,6 +123,14 @@ class Mesh:
                 for up in (True, False):
                     name = f"pipe.{letter}.{'up' if up else 'down'}"
                     self._pipes[letter, up] = self.new_group(name, lines)
+
+    def _sharing(self) -> list[tuple[int, ...]]:
+        """Ranks that hold the same layers: a stage, or two."""
+        size = self.num_ranks // self.pp
+        stages = [tuple(range(first, first + size)) for first in range(0, self.num_ranks, size)]
+        if not self.mirrored:
+            return stages
+        return [stages[place] + stages[-1 - place] for place in range(self.pp // 2)]
 
     @property
     def line(self) -> Group:
@@ -133,10 +147,9 @@ class Mesh:
 
     def expert_grads(self) -> Group:
         """Those that hold the same experts, whatever part of them: dp x tp ranks; collective."""
-        stage, block = self.num_ranks // self.pp, self.ep * self.tp
         members: list[tuple[int, ...]] = [
-            tuple(first + d * block + e * self.tp + t for d in range(self.dp) for t in range(self.tp))
-            for first in range(0, self.num_ranks, stage)
+            tuple(rank for rank in both if rank // self.tp % self.ep == e)
+            for both in self._sharing()
             for e in range(self.ep)
         ]
         return self.once("expert_grads", lambda: self.new_group("expert_grads", members))

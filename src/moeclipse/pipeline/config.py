@@ -19,12 +19,15 @@ Schedule = Literal[
     "zb-h2",
     "zb-m",
     "zb-v",
+    "dualpipe",
     "dualpipev",
     "layers",
 ]
 IN_GROUPS = ("vpp", "vpp+1")
-PAIRED = ("pp1", "1f1b-pairs", "vpp+1", "dualpipev")
+PAIRED = ("pp1", "1f1b-pairs", "vpp+1", "dualpipe", "dualpipev")
 """Schedules in which the forward of one microbatch stands beside the backward of another."""
+MIRRORED = ("dualpipe",)
+"""Those of two copies of the model: ranks p and pp - 1 - p hold the same layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,11 @@ class PipelineConfig:
     def used(self) -> bool:
         """Whether schedule or overlap ask for the runtime on one rank of a pipeline."""
         return self.schedule != "auto" or self.overlaps
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether each layer is held at two places of the pipeline."""
+        return self.schedule in MIRRORED
 
     @property
     def orders(self) -> dict[str, int]:

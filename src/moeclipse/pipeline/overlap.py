@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.core.shares import even_bounds
-from moeclipse.pipeline.config import PipelineConfig
+from moeclipse.pipeline.config import MIRRORED, PipelineConfig
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.launch import StepShape
@@ -28,11 +28,19 @@ from moeclipse.schedule.templates import Expansion, expand
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout:
-    """The schedule's name and the layers of each stage."""
+    """The schedule's name and the layers of each stage; of two copies, one behind the other."""
 
     schedule: str
     stages: tuple[range, ...]
     rank_of: tuple[int, ...]
+    num_chains: int = 1
+    """Copies of the model, which run in opposite directions."""
+
+    @property
+    def first_copy(self) -> StageLayout:
+        """One copy of the model: all that stages say of layers, and what an evaluation runs through."""
+        num = len(self.stages) // self.num_chains
+        return replace(self, stages=self.stages[:num], rank_of=self.rank_of[:num], num_chains=1)
 
     def held_by(self, rank: int) -> dict[int, range]:
         """Stages of a rank, by number."""
@@ -52,7 +60,8 @@ def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microba
         raise ConfigError(
             f"pipeline.schedule: {error} (ranks are parallel.pp, microbatches optim.accumulate)"
         ) from None
-    num_stages = num_ranks * per_rank
+    chains = 2 if name in MIRRORED else 1
+    num_stages = num_ranks * per_rank // chains
     if config.layers:
         if len(config.layers) != num_stages or sum(config.layers) != num_layers:
             raise ConfigError(
@@ -72,7 +81,9 @@ def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microba
     except ScheduleError as error:
         raise ConfigError(f"pipeline.group_size: {error}") from None
     stages = tuple(range(first, last) for first, last in pairwise(bounds))
-    return StageLayout(schedule=name, stages=stages, rank_of=placement.rank_of)
+    return StageLayout(
+        schedule=name, stages=stages * chains, rank_of=placement.rank_of, num_chains=placement.num_chains
+    )
 
 
 def choose_schedule(config: PipelineConfig, num_layers: int, num_ranks: int, num_microbatches: int) -> str:
@@ -90,7 +101,7 @@ def choose_schedule(config: PipelineConfig, num_layers: int, num_ranks: int, num
 
 
 def stages_per_rank(config: PipelineConfig, name: str, num_layers: int, num_ranks: int) -> int:
-    if config.layers:
+    if config.layers and name not in MIRRORED:
         return max(len(config.layers) // num_ranks, 1)
     if name == "layers":
         return num_layers

@@ -58,7 +58,8 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        return self.pp * self.stages_per_rank
+        """Of one copy of the model."""
+        return self.pp * self.stages_per_rank // self.copies
 
     @property
     def copies(self) -> int:
@@ -147,7 +148,7 @@ class Step:
         if self.given is not None:
             return tuple(self.given)
         seconds = [prices.F + prices.B for prices in self.layers]
-        return even_stages(seconds, sum(self.parts["head"]), self.layout.num_stages // self.layout.copies)
+        return even_stages(seconds, sum(self.parts["head"]), self.layout.num_stages)
 
     @cached_property
     def parts(self) -> dict[str, Seconds]:
@@ -251,8 +252,9 @@ class Step:
         else:  # the schedule goes on as between these two
             share = (layout.microbatches - more) / (more - few)
             numbers, weights = [few, more], [-share, 1 + share]
+        rank = self.busiest(numbers[-1])  # the same for both: a line through two ranks is none of them
         found = sum(
-            weight * np.array(self._simulated(number))
+            weight * np.array(self._simulated(number, rank))
             for number, weight in zip(numbers, weights, strict=True)
         )
         makespan, compute, exposed = np.asarray(found).tolist()
@@ -264,12 +266,15 @@ class Step:
             end=end,
         )
 
-    def _simulated(self, microbatches: int) -> tuple[float, float, float]:
-        """(makespan, compute and exposed of the busiest rank)."""
+    def busiest(self, microbatches: int) -> int:
+        seconds, _ = self.durations(self.program(microbatches))
+        return max(range(len(seconds)), key=lambda rank: sum(seconds[rank]))
+
+    def _simulated(self, microbatches: int, rank: int) -> tuple[float, float, float]:
+        """(makespan, compute and exposed of a rank)."""
         seconds, compute = self.durations(self.program(microbatches))
-        busiest = max(range(len(seconds)), key=lambda rank: sum(seconds[rank]))
-        worked = sum(compute[busiest])
-        return self.simulation(microbatches).makespan, worked, sum(seconds[busiest]) - worked
+        worked = sum(compute[rank])
+        return self.simulation(microbatches).makespan, worked, sum(seconds[rank]) - worked
 
     def simulation(self, microbatches: int) -> Simulation:
         """Of the first so many."""
@@ -327,7 +332,8 @@ class Step:
             dense += tables * model.table_parameters / layout.tp
             owners = layout.ep * layout.tp
             experts = sum(map(model.trained_experts, held)) / owners
-            everyone, replicas = layout.dp * layout.ep, layout.dp * layout.copies
+            replicas = layout.dp * layout.copies  # two copies share parameters as data parallelism does
+            everyone = replicas * layout.ep
             summed = cluster.collective(4.0 * dense, everyone, layout.tp)
             summed += cluster.collective(4.0 * experts, replicas, owners)
             owned = dense / everyone + experts / replicas
@@ -335,7 +341,7 @@ class Step:
             gathered = summed / 2
             hidden = self.stage_prices[number].compute_B
             longest = max(longest, max(summed - hidden, 0.0) + update + gathered)
-        return longest * layout.stages_per_rank / layout.copies
+        return longest * layout.stages_per_rank
 
 
 def even_stages(seconds: Sequence[float], head: float, num_stages: int) -> tuple[int, ...]:

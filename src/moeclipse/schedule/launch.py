@@ -69,14 +69,17 @@ class StepShape:
     """Buffers of the ring that state from the host's memory visits."""
     by_layer: bool = False
     """A layer's update stands behind its weight gradients, not behind the norm of all."""
+    mirrored: bool = False
+    """Two copies of the model run in opposite directions: places p and P-1-p share their parameters."""
 
     @property
     def copies(self) -> int:
         return self.dp * self.ep * self.tp
 
     def size_of(self, axis: str) -> int:
-        """Ranks on an axis of one place of the pipeline."""
-        return len(self.members(axis, 0, 1, self.copies))
+        """Ranks on an axis of one place of the pipeline, and of the one that shares its parameters."""
+        places = 2 if self.mirrored and axis in SHARING else 1
+        return len(self.members(axis, 0, places, self.copies))
 
     def members(self, axis: str, rank: int, num_places: int, copies: int) -> tuple[int, ...]:
         """Ranks on one axis with `rank`; `copies` is 1 where one list stands for all of them."""
@@ -91,15 +94,13 @@ class StepShape:
             return (copy, (num_places - 1) * copies + copy) if num_places > 1 else (copy,)
         if axis not in SAME:
             raise ScheduleError(f"there is no axis {axis!r}; known: {', '.join(sorted(SAME))}")
-        if copies == 1:
-            return (place,)
         mine = self._coordinates(copy)
         same = [at for at, kept in enumerate(SAME[axis]) if kept]
-        return tuple(
-            place * copies + other
-            for other in range(copies)
-            if all(self._coordinates(other)[at] == mine[at] for at in same)
-        )
+        beside = [
+            other for other in range(copies) if all(self._coordinates(other)[at] == mine[at] for at in same)
+        ]
+        there = num_places - 1 - place if self.mirrored and axis in SHARING else place
+        return tuple(each * copies + other for each in sorted({place, there}) for other in beside)
 
     def _coordinates(self, copy: int) -> tuple[int, int, int]:
         data, t = divmod(copy, self.tp)
@@ -120,6 +121,8 @@ SAME: dict[str, tuple[bool, bool, bool]] = {
     "shard_experts": (True, False, True),
 }
 """Which of (dp, ep, tp) the members of an axis have in common, beside their place in the pipeline."""
+SHARING = ("dense_grads", "cut_grads", "replicas", "expert_grads")
+"""Axes of those who hold the same parameters."""
 
 
 def group_name(axis: str, members: tuple[int, ...]) -> str:

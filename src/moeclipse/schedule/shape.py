@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, islice
 from typing import Literal
 
 from moeclipse.core.errors import ScheduleError
@@ -174,6 +175,13 @@ class PipelineShape:
     def place_of(self, rank: int) -> tuple[int, int]:
         """(place in the pipeline, which of the copies there)."""
         return divmod(rank, self.copies)
+
+    @property
+    def first_layers(self) -> list[int]:
+        """Of each stage, which layer of the model it begins with."""
+        per_copy = self.placement.stages_per_chain
+        begins = accumulate(map(len, self.layers[:per_copy]), initial=0)
+        return list(islice(begins, per_copy)) * self.placement.num_chains
 
     def microbatches_of(self, stage: int) -> range:
         """Chains share the microbatches evenly; one chain takes them all."""

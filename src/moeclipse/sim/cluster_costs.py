@@ -90,7 +90,7 @@ class ClusterCosts:
         shape = program.pipeline()
         if shape.step is None:
             raise ScheduleError("a cluster prices whole steps; expand the program with a step")
-        first = [sum(map(len, shape.layers[:stage])) for stage in range(len(shape.layers))]
+        first = shape.first_layers
         known: dict[tuple[object, ...], float] = {}
         found: list[list[float]] = []
         for ops in program.ranks:
@@ -118,7 +118,7 @@ class ClusterCosts:
             to_experts = (part is Part.DISPATCH) is (form is not Form.B)
             return work.dispatch() if to_experts else work.combine()
         layer = shape.layers[op.stage][op.layer]
-        number = (first[op.stage] + op.layer) % self.model.num_layers  # of one copy of the model
+        number = first[op.stage] + op.layer
         return self._part(part, layer.moe, number, op.chunks)[FORM[form]]
 
     def _part(self, part: Part, moe: bool, number: int, chunks: int) -> Seconds:
@@ -161,7 +161,7 @@ class ClusterCosts:
         bucket = buckets_of(shape, step, op.stage or 0)[op.step or 0]
         if op.kind in COPIES:
             return self.cluster.host.seconds(bucket.host_bytes)
-        size, stride = self._axis(step, bucket.axis)
+        size, stride = self._axis(step, bucket.axis, shape.placement.num_ranks)
         if op.kind is kinds.BUCKET_UPDATE:
             owned = bucket.num_bytes / GRADIENT_BYTES / size
             return self.work.kernels.stream(self.update_bytes * owned)

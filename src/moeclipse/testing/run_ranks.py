@@ -62,6 +62,7 @@ def run_ranks(
     device: str = "cpu",
     backend: Backend = "auto",
     before: Callable[[int], None] | None = None,
+    mirrored: bool = False,
 ) -> list[Any]:
     """[function(mesh, *args) for each rank]; results are tensors and plain values. Raises any failure.
 
@@ -80,6 +81,7 @@ def run_ranks(
         device=device,
         backend=backend,
         before=before,
+        mirrored=mirrored,
     )
     if not all(well for well, _ in outcomes):
         raise AssertionError(_failures(outcomes))
@@ -108,6 +110,7 @@ def run_ranks_raw(
     device: str = "cpu",
     backend: Backend = "auto",
     before: Callable[[int], None] | None = None,
+    mirrored: bool = False,
 ) -> list[tuple[bool, Any]]:
     """(True, result) or (False, traceback) of each rank; a rank that was killed reports its signal."""
     __tracebackhide__ = True
@@ -119,7 +122,8 @@ def run_ranks_raw(
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            place = (rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, backend, before)
+            axes = {"dp": dp, "tp": tp, "pp": pp, "mirrored": mirrored}
+            place = (rank, num_ranks, axes, folder, collective_deadline_s, device, backend, before)
             process = context.Process(target=_child, args=(place, sender, function, args), daemon=True)
             process.start()
             sender.close()
@@ -128,7 +132,7 @@ def run_ranks_raw(
 
 
 def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., Any], args: Any) -> None:
-    rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, backend, before = place
+    rank, num_ranks, axes, folder, collective_deadline_s, device, backend, before = place
     stacks = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open for the child's whole life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
@@ -139,7 +143,9 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             device = f"cuda:{rank % torch.cuda.device_count()}"
         where = RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, local_ranks=num_ranks)
         if backend == "nccl":
-            os.environ |= device_settings(where, pp=pp, deadline_s=collective_deadline_s, backend=backend)
+            os.environ |= device_settings(
+                where, pp=axes["pp"], deadline_s=collective_deadline_s, backend=backend
+            )
         watch = start(
             where,
             device=torch.device(device),
@@ -148,12 +154,12 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
             backend=backend,
         )
-        ep = num_ranks // (dp * tp * pp)
+        ep = num_ranks // (axes["dp"] * axes["tp"] * axes["pp"])
         # Over NCCL a host can wait for ever; on CPU every wait has a deadline of its own.
         watchdog = Watchdog(watch, end=partial(_end, sender)) if backend == "nccl" else nullcontext()
         with watchdog:
             try:
-                mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, rank=rank, device=torch.device(device), watch=watch)
+                mesh = Mesh(**axes, ep=ep, rank=rank, device=torch.device(device), watch=watch)
                 if num_ranks > 1:  # who leaves at once would break the connections of others
                     dist.all_reduce(torch.zeros(()))
                 outcome = (True, function(mesh, *args))

@@ -230,6 +230,11 @@ def pipeline_problems(config: TrainConfig) -> Iterator[str]:
         yield from error.problems
     else:
         yield from planner_problems(config, layout)
+        if layout.num_chains > 1 and config.model.memory:
+            yield (
+                f"model.memory ({config.model.memory}) cannot go with pipeline.schedule = "
+                f"{layout.schedule!r}: two ranks would remember rows of one layer; take 'dualpipev'"
+            )
     cut = pipeline.overlap == "pair+self" and pipeline.chunks not in ("auto", 1)
     if cut and (whole := needs_whole_microbatches(config)):
         yield (
@@ -251,6 +256,12 @@ def planner_problems(config: TrainConfig, layout: StageLayout | None) -> Iterato
     """Ranks of a pipeline plan together, so each must hold experts; `layout` is None without a pipeline."""
     if layout is None or not config.placement.moves or config.placement.at_ease:
         return
+    if layout.num_chains > 1:
+        yield (
+            f"placement.planner = {config.placement.planner!r} cannot go with pipeline.schedule = "
+            f"{layout.schedule!r}, in which two ranks of the pipeline hold each layer and would have to move "
+            "its experts together; set placement.planner = 'static', or take 'dualpipev'"
+        )
     dense, ranks = config.model.num_dense_layers, sorted(set(layout.rank_of))
     held = {rank: chain.from_iterable(layout.held_by(rank).values()) for rank in ranks}
     empty = [rank for rank in ranks if all(map(config.model.is_dense, held[rank]))]

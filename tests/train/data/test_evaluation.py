@@ -83,6 +83,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, {"parallel.tp": 2}),
     "pp": (2, {"parallel.pp": 2}),
     "stages that fold": (2, {"parallel.pp": 2, "pipeline.schedule": "dualpipev", "model.num_layers": 4}),
+    "two directions": (2, {"parallel.pp": 2, "pipeline.schedule": "dualpipe"}),
 }
 
 
@@ -90,11 +91,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_one_number_in_all_layouts(config: TrainConfig, layout: str) -> None:
     ranks, keys = LAYOUTS[layout]
     shape = {key: value for key, value in keys.items() if not key.startswith(("parallel", "pipeline"))}
-    if layout == "stages that fold":
+    if "pipeline.schedule" in keys:
         shape |= {"optim.accumulate": 4, "data.batch_size": 8}
         keys = keys | shape
     expected = run_alone(evaluated, with_values(config, shape))
     axes = {"tp": keys.get("parallel.tp", 1), "pp": keys.get("parallel.pp", 1)}
+    axes["mirrored"] = layout == "two directions"
     for found in run_ranks(ranks, evaluated, with_values(config, keys), **axes):
         assert found.keys() == expected.keys()
         assert found["eval_targets"] == expected["eval_targets"]

@@ -49,6 +49,9 @@ AGREE = {
     "folded": Layout(
         pp=4, ep=8, microbatches=8, schedule="dualpipev", stages_per_rank=2, overlap="pair", recompute="attn"
     ),
+    "two directions": Layout(
+        pp=4, ep=8, microbatches=8, schedule="dualpipe", stages_per_rank=2, overlap="pair", recompute="attn"
+    ),
 }
 
 

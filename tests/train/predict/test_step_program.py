@@ -62,6 +62,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
         {"pp": 2},
         {"pipeline.schedule": "dualpipev", "pipeline.overlap": "pair", "optim.accumulate": 4},
     ),
+    "two directions": (
+        4,
+        {"pp": 2, "mirrored": True},
+        {"pipeline.schedule": "dualpipe", "pipeline.overlap": "pair", "optim.accumulate": 4},
+    ),
     "pp, tied": (2, {"pp": 2}, {"model.tie_embeddings": True, "pipeline.schedule": "zb-h1"}),
     "tp": (2, {"tp": 2}, {"model.num_dense_layers": 1, "model.qk_norm": "whole"}),
     "tp, tokens whole": (2, {"tp": 2}, {"parallel.sequence_parallel": False, **LATENT}),
@@ -159,7 +164,7 @@ def verified_for_all(mesh: Mesh, config: TrainConfig) -> int:
     return verify(replicate(Learner(config, mesh).program().program)).program.num_ranks
 
 
-@pytest.mark.parametrize("layout", ["dp x ep", "pp x ep", "tp x pp, sharded", "smart"])
+@pytest.mark.parametrize("layout", ["dp x ep", "pp x ep", "two directions", "tp x pp, sharded", "smart"])
 def test_the_program_is_proved_for_all_copies(corpus: str, layout: str) -> None:
     ranks, axes, changes = LAYOUTS[layout]
     found = run_ranks(ranks, verified_for_all, configure(corpus, **{**BASE, **changes}), **axes)

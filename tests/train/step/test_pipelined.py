@@ -36,6 +36,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def gradients(mesh: Mesh, config: TrainConfig) -> Pieces:
     learner = Learner(config, mesh)
     learner.backward(0)
+    for bucket in learner.buckets:
+        assert not any(state._left for state in bucket.sums), f"{bucket.name} waits for more gradients"
     return reduced(learner)
 
 
@@ -78,7 +80,8 @@ def test_pairs_of_microbatches_on_one_stage(corpus: str, ep: int) -> None:
     check_several(corpus, ep, several, {})
 
 
-SCHEDULES = ["gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-h2", "zb-m", "zb-v", "dualpipev"]
+SCHEDULES = ["gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-h2", "zb-m", "zb-v"]
+SCHEDULES += ["dualpipe", "dualpipev"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -86,7 +89,7 @@ SCHEDULES = ["gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-h2", "z
 def test_stages_over_ranks(corpus: str, schedule: str, tied: bool) -> None:
     changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": tied, "pipeline.schedule": schedule}
     overlaps = [{**changes, "pipeline.overlap": overlap} for overlap in ("off", "pair+self")]
-    check_several(corpus, 4, overlaps, {"pp": 2})
+    check_several(corpus, 4, overlaps, {"pp": 2, "mirrored": schedule == "dualpipe"})
 
 
 ORDERS: tuple[dict[str, Any], ...] = (
@@ -117,6 +120,72 @@ def test_orders_of_any_number_of_microbatches(
     groups = {"pipeline.schedule": "vpp", "pipeline.group_size": pp + 1}
     several = [{**changes, **order} for order in (groups, *orders)]
     check_several(corpus, 4, several, {"pp": pp})
+
+
+DIRECTIONS: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
+    "two places": ({"pp": 2}, [{"pipeline.overlap": "pair+self"}]),
+    "four places": (
+        {"pp": 4},
+        [
+            {"model.num_layers": 5, "optim.accumulate": 8, "pipeline.overlap": "pair+self"},
+            {"model.num_layers": 6, "pipeline.layers": (1, 2, 1, 2), "optim.accumulate": 10},
+        ],
+    ),
+    "four places, dense and latent": (
+        {"pp": 4},
+        [{**LATENT, "model.num_layers": 5, "optim.accumulate": 8, "pipeline.overlap": "pair"}],
+    ),
+    "dp": ({"pp": 2, "dp": 2}, [{"pipeline.overlap": "pair+self"}]),
+    "tp": (
+        {"pp": 2, "tp": 2},
+        [
+            {
+                "parallel.sequence_parallel": sequence,
+                "moe.expert_tp": experts,
+                "model.tie_embeddings": sequence,
+            }
+            for sequence in (True, False)
+            for experts in ("folded", "sharded")
+        ],
+    ),
+    "smart, and tokens that are dropped": (
+        {"pp": 2},
+        [{"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2, "gate.capacity_factor": 0.8}],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["two places", *(pytest.param(n, marks=pytest.mark.full) for n in DIRECTIONS if n != "two places")],
+)
+def test_two_copies_of_the_model_add_up_what_both_compute(corpus: str, name: str) -> None:
+    """Places p and P-1-p hold the same layers, and half of the microbatches each."""
+    axes, several = DIRECTIONS[name]
+    base = {**BASE, **MODELS["softmax"], "pipeline.schedule": "dualpipe", "data.batch_size": 32}
+    base |= {"model.num_kv_heads": 2, "parallel.tp": axes.get("tp", 1)}
+    ranks = 2 if name == "two places" else 4
+    check_several(corpus, ranks, [{**base, **changes} for changes in several], {**axes, "mirrored": True})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "placement", [{"placement.slots": ((0, 1, 2), (3, 4, 0))}, {"placement.slots_per_rank": 4}]
+)
+def test_replicas_of_experts_in_two_copies_of_the_model(corpus: str, placement: dict[str, Any]) -> None:
+    changes = {**BASE, **MODELS["softmax"]}
+    there = {"pipeline.schedule": "dualpipe", "placement.planner": "static", **placement}
+    axes = {"pp": 2, "mirrored": True}
+    found = join(run_ranks(4, gradients, configure(corpus, **changes, **there), **axes))
+    expected = alone(configure(corpus, **changes))
+    assert set(found) == set(expected)
+    assert max(difference(found[name], expected[name]) for name in expected) < BOUND
+
+
+def test_two_copies_want_a_mesh_that_knows_of_them(corpus: str) -> None:
+    config = configure(corpus, **BASE, **{"pipeline.schedule": "dualpipe"})
+    with pytest.raises(AssertionError, match=r"two copies of the model: make Mesh\(mirrored=True\)"):
+        run_ranks(2, gradients, config, pp=2)
 
 
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -151,7 +220,12 @@ def test_recompute_goes_with_overlap(corpus: str, recompute: str) -> None:
 def test_recompute_goes_with_every_schedule(corpus: str, schedule: str, recompute: str) -> None:
     changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": True, "gate.capacity_factor": 1.0}
     changes |= {"pipeline.overlap": "pair+self", "pipeline.schedule": schedule, "moe.schedule": "smart"}
-    check(corpus, 4, changes | {"pipeline.recompute": recompute}, {"pp": 2})
+    check(
+        corpus,
+        4,
+        changes | {"pipeline.recompute": recompute},
+        {"pp": 2, "mirrored": schedule == "dualpipe"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,17 +314,22 @@ def resume(mesh: Mesh, config: TrainConfig, folder: str) -> list[torch.Tensor]:
     return [torch.tensor([learner.step(step)["loss"] for step in (start, start + 1)])]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_of_stages_goes_on_without_them(corpus: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "tied"), [("1f1b-pairs", False), ("1f1b-pairs", True), ("dualpipe", True)]
+)
+def test_a_checkpoint_of_stages_goes_on_without_them(
+    corpus: str, schedule: str, tied: bool, tmp_path: Path
+) -> None:
     changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": tied, "gate.kind": "sigmoid"}
-    changes |= {"gate.bias_rate": 0.01}
-    staged = configure(corpus, **changes, **{"pipeline.overlap": "pair", "pipeline.schedule": "1f1b-pairs"})
+    changes |= {"gate.bias_rate": 0.01, "integrity.every": 1}
+    staged = configure(corpus, **changes, **{"pipeline.overlap": "pair", "pipeline.schedule": schedule})
+    axes = {"pp": 2, "mirrored": schedule == "dualpipe"}
     plain = configure(corpus, **changes)
-    there = run_ranks(2, save_and_go_on, staged, str(tmp_path / "a"), pp=2)
+    there = run_ranks(2, save_and_go_on, staged, str(tmp_path / "a"), **axes)
     here = run_ranks(1, resume, plain, str(tmp_path / "a"))
     torch.testing.assert_close(there[0][0], here[0][0], rtol=1e-12, atol=0)
     there = run_ranks(1, save_and_go_on, plain, str(tmp_path / "b"))
-    here = run_ranks(2, resume, staged, str(tmp_path / "b"), pp=2)
+    here = run_ranks(2, resume, staged, str(tmp_path / "b"), **axes)
     torch.testing.assert_close(there[0][0], here[0][0], rtol=1e-12, atol=0)
 
 

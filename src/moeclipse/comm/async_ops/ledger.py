@@ -50,9 +50,7 @@ class Ledger:
         assert self.shape.step is not None, "a ledger needs a program of the whole step"
         self.groups, self.rows = groups, groups[self.shape.step.rows]
         self._cuts = cuts_of_ops(program.ranks)
-        self._first_layer = [0]
-        for layers in self.shape.layers:
-            self._first_layer.append(self._first_layer[-1] + len(layers))
+        self._first_layer = self.shape.first_layers
         self._listed = [op for op in program.ranks[place] if self._travels(op)]
         self._left: dict[str, deque[Op]] = {}
         self._slice: deque[tuple[str, Op]] = deque()

@@ -117,7 +117,7 @@ class Evaluation:
         if self.layout is None:
             h_TD, _ = model.hidden(ids, tokens, documents)
             return model.losses(h_TD, targets)[1]
-        return self._through_stages(self.layout, ids, targets, tokens, documents)
+        return self._through_stages(self.layout.first_copy, ids, targets, tokens, documents)
 
     def _through_stages(
         self,

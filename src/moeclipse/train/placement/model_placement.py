@@ -109,7 +109,8 @@ class ModelPlacement:
         return ExpertBucket(parameter, prefix, layer, key, ownership, self.mesh, self.main_grad)
 
     def _owners(self, placement: Placement, layer: MoE, old: Ownership | None = None) -> Ownership:
-        return Ownership.of(placement, self.mesh.dp, reduce=self.config.reduce, layer=layer.layer, old=old)
+        dp = self.mesh.dp * (2 if self.mesh.mirrored else 1)  # owners are spread over both places
+        return Ownership.of(placement, dp, reduce=self.config.reduce, layer=layer.layer, old=old)
 
     def bind(self, optim: AdamW) -> None:
         """After the optimizer has been made: find what belongs to each layer."""

@@ -74,14 +74,16 @@ class RunBytes:
 
     def peaks(self, layout: StageLayout, kept: Sequence[float], *, program: bool) -> tuple[float, ...]:
         """Of each rank of the pipeline, all together; `kept` are activations at their most."""
+        one = layout.first_copy
+        sharing = replace(self.sharing, dp=self.sharing.dp * layout.num_chains)
         return tuple(
             most
             + standing(
                 self.model,
-                self.sharing,
+                sharing,
                 self.state,
-                layout.stages,
-                list(layout.held_by(place)),
+                one.stages,
+                [stage % len(one.stages) for stage in layout.held_by(place)],
                 self.tokens,
                 self.width,
                 program=program,

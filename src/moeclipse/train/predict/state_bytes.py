@@ -95,7 +95,7 @@ def of_layer(model: ModelConfig, moe: MoEConfig, gate: GateConfig, dense: bool, 
 def bytes_of(total: Held, config: TrainConfig, mesh: Mesh, held: torch.dtype) -> float:
     sharded = config.moe.expert_tp == "sharded"
     here = total.cut / mesh.tp + total.whole + total.experts / (mesh.tp if sharded else 1)
-    mine = (total.cut + total.whole + total.owned) / (mesh.dp * mesh.ep * mesh.tp)
+    mine = (total.cut + total.whole + total.owned) / mesh.dense_grads.size
     summed = summed_type(config.optim.main_grad, held)
     return here * (held.itemsize + summed.itemsize) + mine * per_element(config.optim, held)
 

@@ -104,10 +104,11 @@ def shapes_of_run(
         frozen=ParameterGroups.of(config.optim, config.lora).is_frozen,
     )
     shapes = layer_shapes(config.model, config.moe)
-    found = launches.of(layout.stages, layout.rank_of)
+    found = launches.of(layout.first_copy.stages, layout.first_copy.rank_of)
     layers = [replace(shape, launches=mine) for shape, mine in zip(shapes, found, strict=True)]
     loads = config.num_expert_layers > 0
-    return layers, StepShape(dp=dp, ep=ep, tp=tp, rows=launches.rows, loads=loads)
+    mirrored = layout.num_chains > 1
+    return layers, StepShape(dp=dp, ep=ep, tp=tp, rows=launches.rows, loads=loads, mirrored=mirrored)
 
 
 def estimated_buckets(
@@ -118,21 +119,24 @@ def estimated_buckets(
     `sizes` are parameters of each layer, dense and of experts, `ends` those of embedding and head.
     """
     apart = layout.rank_of[0] != layout.rank_of[-1]
-    last = len(layout.stages) - 1
+    num_layers = max(layers.stop for layers in layout.stages)
     found: list[tuple[BucketShape, ...]] = []
     for place in range(max(layout.rank_of) + 1):
         mine: list[BucketShape] = []
-        for stage, layers in reversed(layout.held_by(place).items()):
+        # From the last layer to the first, alike at both places that hold them.
+        for stage, layers in sorted(layout.held_by(place).items(), key=lambda held: -held[1].start):
             at = ((stage, len(layers) - 1),)
-            if stage == last and ends[1]:
+            if layers.stop == num_layers and ends[1]:
                 mine.append(BucketShape("head", "dense_grads", at, tied and apart, 4 * ends[1]))
             for index in reversed(layers):
                 where = ((stage, index - layers[0]),)
                 for axis, size in zip(("dense_grads", "replicas"), sizes[index], strict=True):
                     if size:
                         mine.append(BucketShape(f"{index}.{axis}", axis, where, False, 4 * size))
-            if stage == 0 and ends[0]:
-                mine.append(BucketShape("embedding", "dense_grads", ((0, 0),), tied and apart, 4 * ends[0]))
+            if layers.start == 0 and ends[0]:
+                mine.append(
+                    BucketShape("embedding", "dense_grads", ((stage, 0),), tied and apart, 4 * ends[0])
+                )
         found.append(tuple(mine))
     return tuple(found)
 
@@ -165,9 +169,9 @@ def _filled_by(name: str, layout: StageLayout, place: int, tied: bool) -> list[t
     if name.startswith("layers."):
         index = int(name.split(".")[1])
         return [(stage, index - layers[0]) for stage, layers in held.items() if index in layers]
-    last = len(layout.stages) - 1
-    begin = [(0, 0)] if 0 in held else []
-    end = [(last, len(layout.stages[last]) - 1)] if last in held else []
+    num_layers = max(layers.stop for layers in layout.stages)
+    begin = [(stage, 0) for stage, layers in held.items() if layers.start == 0]
+    end = [(stage, len(layers) - 1) for stage, layers in held.items() if layers.stop == num_layers]
     if name == EMBEDDING:
         return begin + end if tied else begin
     return end

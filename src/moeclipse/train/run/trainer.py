@@ -118,6 +118,7 @@ def train(
                 device=device,
                 watch=watch,
                 comm_sms=config.pipeline.comm_sms,
+                mirrored=config.pipeline.mirrored,
             )
             watching = observer if observer is not None and place.rank == 0 else Silence()
             return Run(config, mesh, watching, leave, leave_at_save).whole(resume, incidents.begin)

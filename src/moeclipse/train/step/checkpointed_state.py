@@ -96,7 +96,7 @@ class CheckpointedState:
     def _pieces(self) -> list[Piece]:
         """What this rank saves."""
         pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.memories, self.batches)]
-        if self.mesh.stage.index == 0:
+        if self.mesh.dense_grads.index == 0:  # the first of those that hold these layers
             pieces += [
                 Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
                 for name, buffer in self._buffers()

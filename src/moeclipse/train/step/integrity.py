@@ -133,7 +133,7 @@ class Integrity:
         if self.placement.replicas_are_equal(step):
             found += replica_differences(self.placement.layers)
         buffers = dict(self.buffers())
-        found += self._compare(self.mesh.stage, buffers, "a buffer of", lambda _: None)
+        found += self._compare(self.mesh.dense_grads, buffers, "a buffer of", lambda _: None)
         return found
 
     @torch.no_grad()
@@ -144,7 +144,7 @@ class Integrity:
         found = [*self._wrong_masters(), *self._wrong_copies(False)]
         if self.placement.config.reduce == "sum":
             found += replica_differences(self.placement.layers)
-        found += self._compare(self.mesh.stage, dict(self.buffers()), "a buffer of", lambda _: None)
+        found += self._compare(self.mesh.dense_grads, dict(self.buffers()), "a buffer of", lambda _: None)
         everyone = [text for texts in self.mesh.gather_objects(found) for text in texts]
         if everyone:
             raise self._error(everyone, "nothing was saved")

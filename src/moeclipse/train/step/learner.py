@@ -20,6 +20,7 @@ from moeclipse.comm.async_ops.exchange import sum_of_parts
 from moeclipse.comm.async_ops.lane import gather
 from moeclipse.comm.async_ops.reading import Reading
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
 from moeclipse.core.steps import nth
 from moeclipse.model.segment_memory import memories
 from moeclipse.model.transformer import Transformer
@@ -80,6 +81,8 @@ class Learner(CheckpointedState):
         if config.runs_program(mesh.pp, mesh.num_ranks):
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
         self.placement = ModelPlacement(config, mesh, layout)
+        if layout is not None and layout.num_chains > 1 and not mesh.mirrored:
+            raise ConfigError(f"{layout.schedule} holds two copies of the model: make Mesh(mirrored=True)")
         share, notes = share_for(config, mesh)
         self.model = self._make_model(layout)
         self.groups = ParameterGroups.of(config.optim, config.lora)

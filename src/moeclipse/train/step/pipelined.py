@@ -97,7 +97,10 @@ class Pipelined:
     @property
     def backwards(self) -> int:
         """Backward passes of a step through each layer: chunks of a microbatch go one by one."""
-        return sum(self.runtime.chunks.get(m, 1) for m in range(self.config.optim.accumulate))
+        shape = self.runtime.verified.program.pipeline()
+        # Of two copies each takes half of the microbatches, and both cut as many.
+        passing = shape.microbatches_of(min(self.layout.held_by(self.mesh.pp_index)))
+        return sum(self.runtime.chunks.get(m, 1) for m in passing)
 
     def _look(self, step: int) -> None:
         """Time the ops of a step, if it is one of those that the price of overlap is taken from."""
