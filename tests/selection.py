@@ -33,13 +33,15 @@ class LongPart:
         for line in text.splitlines():
             if line and not line.startswith("#"):
                 name, word, *cases = [*line.split("  "), ""]
-                assert word in ("", "only", "but"), f"{line}: only, or but, and two spaces between words"
+                assert word in ("", "only", "but", "eighth"), f"{line}: only, but, eighth, two spaces between"
                 assert f"tests/{name}" not in self.cases, f"{name} stands twice"
                 self.cases[f"tests/{name}"] = word, {case for case in cases if case}
 
     def holds(self, name: str) -> bool:
         test, bracket, case = name.partition("[")
         word, cases = self.cases.get(test, ("only", {bracket + case}))
+        if word == "eighth":
+            return zlib.crc32(case.encode()) % 8 != 0
         return (bracket + case in cases) if word == "but" else (bracket + case not in cases)
 
     def holds_all_of(self, test: str) -> bool:
@@ -52,10 +54,11 @@ class LongPart:
         known = set(names)
         tests = {name.partition("[")[0] for name in known}
         gone = [test for test in self.cases if test not in tests]
+        kept = {name.partition("[")[0] for name in known if not self.holds(name)}
         empty = [
             test
-            for test, (word, cases) in self.cases.items()
-            if word == "only" and test in tests and not any(test + case in known for case in cases)
+            for test, (word, _) in self.cases.items()
+            if word in ("only", "eighth") and test in tests and test not in kept
         ]
         return gone + empty
 

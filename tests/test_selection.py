@@ -35,6 +35,8 @@ def test_each_hour_is_the_turn_of_the_next_shard(monkeypatch: pytest.MonkeyPatch
 
 def test_the_long_part_is_a_list_of_tests_and_cases() -> None:
     part = LongPart("# why\na.py::test_a\na.py::test_b  only  [x y]  [z]\na.py::test_c  but  [x]\n")
+    many = LongPart("a.py::test_a  eighth\n")
+    assert 8 < sum(not many.holds(f"tests/a.py::test_a[{case}]") for case in range(100)) < 18
     names = ["a.py::test_a", "a.py::test_a[x]", "a.py::test_b[x y]", "a.py::test_b[z]", "a.py::test_b[w]"]
     names += ["a.py::test_c[x]", "a.py::test_c[y]", "a.py::test_d"]
     held = [name for name in names if part.holds(f"tests/{name}")]
@@ -49,6 +51,10 @@ def test_what_the_long_part_names_in_vain_is_told() -> None:
         "tests/a.py::test_c",
     ]
     assert not part.stale(["tests/a.py::test_a", "tests/a.py::test_b[x]", "tests/a.py::test_c[x]"])
+    few = LongPart("a.py::test_a  eighth\n")
+    names = [f"tests/a.py::test_a[{case}]" for case in range(100)]
+    assert few.stale([name for name in names if few.holds(name)]) == ["tests/a.py::test_a"]
+    assert not few.stale(names)
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4"])

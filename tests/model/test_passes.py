@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -110,6 +111,33 @@ def same(mesh: Mesh, exchange: dict[str, Any], sequence_parallel: bool) -> None:
             assert found.keys() == expected.keys()
             for name, value in found.items():
                 assert difference(value, expected[name]) <= 1e-13, (index, recompute, name)
+
+
+def whole_rows(model: Transformer) -> dict[int, torch.Tensor]:
+    """Memory that Python holds for a value of each of a microbatch's tokens, by address."""
+    shape = (SAMPLES * POSITIONS, CONFIG.d_model)
+    found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == shape]
+    return {each.data_ptr(): each for each in found}
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["dense", "experts"])
+@torch.no_grad()
+def test_a_layer_that_runs_again_keeps_its_input_and_nothing_else(index: int) -> None:
+    model = build(Mesh.single("cpu"), {})
+    layer, state = LayerParts(model.layer(index)), state_of(model)
+    h, d_out = rows(model, index)
+    before = {*whole_rows(model)} - {h.data_ptr()}
+    shape = replace(layer.describe(), recompute="full")
+    where = Where(wgrads=model.tp.wgrads, microbatch=0, stage=0, layer=0, chunk=0)
+    one = layer.begin(h, state, where, shape)
+    run_parts(one, shape.parts, Form.F)
+    y = one.output()
+    assert {*whole_rows(model)} - before == {h.data_ptr(), y.data_ptr()}
+    one.take_gradient(d_out)
+    run_parts(one, shape.recomputed, Form.R)
+    run_parts(one, shape.parts[::-1], Form.B)
+    run_parts(one, shape.parts, Form.W)
+    assert one.gradient() is not None
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -93,7 +93,7 @@ def test_low_precision_stays_near_float64(dtype: torch.dtype) -> None:
     assert difference(torch.cat([r["experts.up"] for r in results]), reference["experts.up"]) < bound
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings.default.max_examples // 10, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 6), min_size=3, max_size=3),
     num_experts=st.integers(3, 9),

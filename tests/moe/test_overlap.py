@@ -123,7 +123,7 @@ def no_deadlock(
     parity(GateConfig(top_k=top_k), 1, 4, num_experts=num_experts, sizes=sizes, more=more)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=settings.default.max_examples // 10, deadline=None)
 @given(**STRANGE)
 def test_no_deadlock(**case: Any) -> None:
     no_deadlock(**case)

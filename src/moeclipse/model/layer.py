@@ -251,6 +251,13 @@ class TransformerLayer(nn.Module):
         """And back, as it is added to the residual stream; `num_tokens` as linears hold them."""
         return self._scaled(self.mlp_out_norm(self._returned(y_TD, num_tokens)))
 
+    @property
+    def adds_experts_as_they_are(self) -> bool:
+        """Whether nothing happens to what experts gave before it is added: its gradient needs no value."""
+        here = self.tp.size == 1 or self.tp.parts_tokens
+        plain = isinstance(self.mlp_out_norm, torch.nn.Identity) and self.residual_scale == 1
+        return self.moe is not None and not self.moe.sharded and here and plain
+
     def _returned(self, y_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         moe, tp = self.moe, self.tp
         assert moe is not None

@@ -169,12 +169,21 @@ class DensePass:
         return self.mlp.outputs[0]
 
     def _forget(self) -> None:
-        """What is recomputed need not be kept."""
+        """What is recomputed need not be kept, nor what is made of it and recomputed as well."""
         if Part.ATTN in self.again:
             self.attn.outputs = ()
+            self._release_inputs()
+
+    def _release_inputs(self) -> None:
+        if Part.MLP in self.again:
+            self.mlp.release()
+
+    def _again(self, segment: Segment) -> None:
+        """What reads x runs again: behind attention, where that does, too."""
+        segment.recompute(self.attn.outputs[1:2] if Part.ATTN in self.again else ())
 
     def mlp_r(self) -> None:
-        self.mlp.recompute()
+        self._again(self.mlp)
 
     def mlp_b(self) -> None:
         (self._d_x,) = self.mlp.backward([self._d_out])
@@ -228,7 +237,7 @@ class MoEPass(DensePass):
         return (self.routing.scores_TK,)
 
     def route_r(self) -> None:
-        self.route.recompute()
+        self._again(self.route)
 
     def route_b(self) -> None:
         (d_rows,), d_scores_TK = self.routed.input_grads()
@@ -291,8 +300,14 @@ class MoEPass(DensePass):
         if self._shared_TD is not None:
             y_TD = y_TD + self._shared_TD
             self._shared_TD = None
+        if self.layer.adds_experts_as_they_are:
+            return y_TD
         self._leave = Segment(lambda y: (self.layer.from_experts(y, self.num_tokens),), [y_TD])
         return self._leave.outputs[0]
+
+    def _release_inputs(self) -> None:
+        if Part.ROUTE in self.again:
+            self.route.release()
 
     def dispatch_r(self) -> InFlight[None]:
         return self.routed.dispatch_again((self.attn.outputs[1],))
@@ -303,7 +318,9 @@ class MoEPass(DensePass):
     def _gradient_of_block(self) -> torch.Tensor:
         """That of the experts' sum; under tp it is moved once."""
         if self._d_y is None:
-            (self._d_y,) = self._leave.backward([self._d_out])
+            self._d_y = self._d_out
+            if not self.layer.adds_experts_as_they_are:
+                (self._d_y,) = self._leave.backward([self._d_out])
             assert self._d_y is not None
             self._d_y = self._d_y.contiguous()
         return self._d_y

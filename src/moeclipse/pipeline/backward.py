@@ -42,7 +42,8 @@ class Segment:
         *,
         again: bool = False,
     ) -> None:
-        """`again`: keep nothing but the inputs; `recompute` comes before backward."""
+        """`again`: keep nothing but the inputs, nor them if they are released; `recompute` comes before
+        backward."""
         self._function: Callable[..., Tensors] | None = function
         self._deferral = deferral
         self._leaves = [leaf_of(tensor) for tensor in inputs]
@@ -63,9 +64,16 @@ class Segment:
             self._outputs = self._function(*self._leaves)
         self.outputs = tuple(tensor.detach() for tensor in self._outputs)
 
-    def recompute(self) -> None:
-        """Forward once more, with a graph."""
+    def release(self) -> None:
+        """Let go of inputs and outputs: whoever runs this again makes the inputs again as well."""
+        assert self._random is not None, "backward of a segment that kept its graph wants its inputs"
+        self._leaves, self.outputs = [], ()
+
+    def recompute(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+        """Forward once more, with a graph; of inputs that were released the same values are given."""
         assert self._random is not None, "this segment kept its graph: there is nothing to recompute"
+        assert bool(inputs) != bool(self._leaves), "inputs are kept or given"
+        self._leaves = self._leaves or [leaf_of(tensor) for tensor in inputs]
         now = random_state()
         set_random_state(self._random)
         self._run()

@@ -95,7 +95,7 @@ def test_more_chunks_than_rows_and_no_rows_at_all() -> None:
     parity(GateConfig(top_k=1), 1, 4, sizes=[0, 0, 1, 0], more=smart(chunks=2, group_size=3))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=settings.default.max_examples // 10, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=4, max_size=4),
     size=st.integers(1, 4),

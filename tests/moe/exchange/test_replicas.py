@@ -123,7 +123,7 @@ def test_a_gate_that_drops_after_counting() -> None:
     parity_placed(gate, 4, SEED_TABLE, [9, 14, 3, 6], {"schedule": "blocking"})
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings.default.max_examples // 10, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 7), min_size=3, max_size=3),
     num_experts=st.integers(2, 6),

@@ -117,7 +117,7 @@ def beside_replicas(mesh: Mesh, table: Placement | None) -> tuple[dict, bool]:
 
 
 @pytest.mark.full
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=settings.default.max_examples // 10, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 7), min_size=4, max_size=4),
     wanted=st.dictionaries(st.integers(0, 7), st.sets(st.integers(0, 3)).map(tuple), max_size=8),

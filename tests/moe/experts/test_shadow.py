@@ -30,7 +30,7 @@ def test_every_gate_with_all_experts_shadowed(name: str) -> None:
     parity(GATES[name], 1, 4, more=lend(tuple(range(8))))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=settings.default.max_examples // 10, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 7), min_size=4, max_size=4),
     shadow=st.sets(st.integers(0, 6)),

@@ -51,7 +51,7 @@ def brute_force(ids: Any, scores: Any, preference: Any, near: Any, share: Fracti
     return result
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(data=st.data(), top_k=st.integers(1, 4), num_tokens=st.integers(0, 7), reroute=st.booleans())
 def test_brute_force(data: st.DataObject, top_k: int, num_tokens: int, reroute: bool) -> None:
     num_experts = data.draw(st.integers(top_k, 6))

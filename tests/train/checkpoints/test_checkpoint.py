@@ -161,7 +161,11 @@ def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[list[tup
     return tensors, owned
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=settings.default.max_examples // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(cut=cut_tensors(), data=st.data())
 def test_saved_in_any_cut_read_in_any_other(tmp_path: Path, cut: Any, data: st.DataObject) -> None:
     tensors, owned = cut

@@ -141,10 +141,18 @@ class ForwardRun:
     def finish(self, keep_rows: bool = False) -> torch.Tensor:
         """The layer's output; everything has come back. `keep_rows`: they will be computed once more."""
         out_TO = self.plan.sum_tokens(self.back_NO)
-        self.rows, self.back_NO = [], out_TO[:0]
+        if isinstance(self.shadows, ShadowExperts):
+            out_TO = out_TO + self.kept_TO
+            del self.kept_TO
+        self.rows, self.back_NO = [], out_TO.new_empty(0, self.out_width)
+        self.forget_partial()
         if not keep_rows:
             self.arrived = []  # what backward needs of them is in `saved`
-        return out_TO + self.kept_TO if isinstance(self.shadows, ShadowExperts) else out_TO
+        return out_TO
+
+    def forget_partial(self) -> None:
+        """Of the last unit: it has left."""
+        self.partial_RO = self.back_NO
 
     def op(self, op: Op) -> InFlight[Any] | None:
         return FORWARD[op.kind](self, op)

@@ -84,6 +84,7 @@ class ExpertPass:
             if op.kind is kinds.C_F:
                 self.state.op(op)
         self.state.rows, self.state.arrived = [], []
+        self.state.forget_partial()
 
     # backward
 
