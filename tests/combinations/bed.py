@@ -89,7 +89,9 @@ def trained(
     learner.placement.costs = FREE  # planners move whatever makes ranks more even
     if load_from:
         assert learner.load(Checkpoint.open(load_from, mesh)) == span[0]
-    steps, lent, asked = [], 0, 0
+    steps, lent, asked, proposals = [], 0, 0, []
+    move = learner.placement.move
+    learner.placement.move = lambda plan: (proposals.append(plan), move(plan))[1]  # type: ignore[method-assign, func-returns-value]
     for step in range(*span):
         record = learner.step(step)
         state = [(p.name, p.start, list(p.shape), p.data.clone()) for p in learner.optim.pieces()]
@@ -101,6 +103,7 @@ def trained(
         asked += sum(rests) + sum(plan is not None for plan in plans)
     saved = str(learner.save(Path(save_to), span[1])) if save_to else ""
     happened = {"lent": lent, "asked": asked, "plans": learner.placement.plans_taken}
+    happened["proposals"] = len(proposals)
     return {"steps": steps, "saved": saved, **happened}
 
 
@@ -117,12 +120,13 @@ def run(
         load_from,
         save_to,
         **layout.axes,
+        mirrored=config.pipeline.mirrored,
         deadline_s=180.0,
     )
 
 
-HAPPENED = ("lent", "asked", "plans")
-"""Experts lent, calls that asked whether to, plans taken."""
+HAPPENED = ("lent", "asked", "plans", "proposals")
+"""Experts lent, calls that asked whether to, plans taken, and those looked at: some leave all as it is."""
 
 
 def whole(

@@ -45,7 +45,8 @@ def grow(
 ) -> dict[str, str]:
     """A whole row that contains `start`."""
     order = {factor: number for number, factor in enumerate(FACTORS)}
-    row, usual = dict(start), usual_row()
+    row = dict(start)
+    usual = usual_row(row)
     left = [factor for factor in FACTORS if factor not in row]
     draw.shuffle(left)
     for factor in left:
@@ -92,7 +93,7 @@ def cover(draw: random.Random) -> tuple[list[Case], dict[Pair, str]]:
             continue
         row = search(pair, open_pairs, "float64", draw)
         if row is None:
-            refused[pair] = "; ".join(Case({**usual_row(), **dict(pair)}).refused)
+            refused[pair] = "; ".join(Case(usual_row(dict(pair))).refused)
             open_pairs.discard(pair)
         else:
             cases.append(Case(row))
@@ -111,7 +112,7 @@ def every_level_once(dtype: str, draw: random.Random) -> Iterator[Case]:
         first = left[0]
         wanted = set(left)
         for attempt in range(TRIES):
-            usual, row = usual_row(), {}
+            usual, row = usual_row(dict([first])), {}
             for factor, levels in FACTORS.items():
                 new = [level for level in levels if (factor, level) in wanted] or list(levels)
                 keep_usual = draw.random() < attempt / TRIES

@@ -153,7 +153,18 @@ FACTORS: dict[str, dict[str, Level]] = {
     "hosts": {"one": {}, "two": {}},
     "schedule": {
         name: {"pipeline.schedule": name}
-        for name in ("auto", "gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-v", "dualpipev")
+        for name in (
+            "auto",
+            "gpipe",
+            "1f1b",
+            "1f1b-pairs",
+            "vpp",
+            "vpp+1",
+            "zb-h1",
+            "zb-v",
+            "dualpipe",
+            "dualpipev",
+        )
     },
     "overlap": {name: {"pipeline.overlap": name} for name in ("off", "pair", "pair+self")},
     "recompute": {
@@ -269,8 +280,12 @@ LAYOUT_KEYS = (
 """What the model depends on besides, where it depends on the layout."""
 
 
-def usual_row() -> dict[str, str]:
-    return {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
+def usual_row(start: Row | None = None) -> dict[str, str]:
+    """The first level of each factor, but for those of `start`."""
+    row = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
+    if (start or {}).get("schedule") == "dualpipe":
+        row["layout"] = "pp2"  # nothing comes in from the other end where there is one stage
+    return {**row, **(start or {})}
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ def test_the_deadline_prints_every_rank_s_stack() -> None:
     assert "pytest" not in report, "what called a rank is nobody's question"
 
 
-def compute(mesh: Mesh) -> int:
-    until, turns = time.monotonic() + 1.5, 0
+def compute(mesh: Mesh, seconds: float = 1.5) -> int:
+    until, turns = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         turns += 1
     return mesh.rank
@@ -109,7 +109,7 @@ def test_ranks_that_compute_take_longer_than_a_deadline() -> None:
 def test_ranks_that_compute_without_end_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moeclipse.testing.run_ranks.BUSY", 1)
     with pytest.raises(AssertionError, match=r"did not finish within 0.6 s[\s\S]*in compute"):
-        run_ranks(1, compute, deadline_s=0.6)
+        run_ranks(1, compute, 60.0, deadline_s=0.6)
 
 
 def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:

@@ -262,7 +262,7 @@ def _stacks(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline_
     time.sleep(0.5)
     report = [f"the ranks did not finish within {deadline_s:g} s"]
     for rank, (process, _) in enumerate(ranks):
-        stack = (folder / f"stack-{rank}").read_text() if process.is_alive() else "(ended)"
+        stack = (folder / f"stack-{rank}").read_text() or "(ended)"
         # What called a forked rank is the parent's stack: pytest's, most of it.
         report.append(f"--- rank {rank}\n{re.sub(PARENT, '', stack)}")
         process.kill()

@@ -123,7 +123,8 @@ class ForwardRun:
 
     def take_rows(self, inputs: Sequence[torch.Tensor]) -> None:
         """`rows`: of each input, those this rank sends, in the order of units; room for those that arrive."""
-        numbers = [as_numbers(tensor) for tensor in inputs]
+        # Booleans travel as bytes: not every wire knows them.
+        numbers = [tensor.byte() if tensor.dtype == torch.bool else tensor for tensor in inputs]
         room = [(self.plan.num_arriving, *tensor.shape[1:]) for tensor in numbers]
         self.rows = [self.plan.take_rows(tensor) for tensor in numbers]
         self.arrived = list(map(torch.Tensor.new_empty, self.rows, room))
@@ -351,7 +352,8 @@ class DispatchCombine(torch.autograd.Function):
         if call.watch is not None:
             call.watch.lap(began, "F")
         ctx.program, ctx.watch = call.programs.backward, call.watch
-        ctx.inputs = [without_rows(tensor) for tensor in inputs]
+        # Their types and widths; slices would keep the rows.
+        ctx.inputs = [tensor.detach().new_empty(0, *tensor.shape[1:]) for tensor in inputs]
         ctx.state, kept = take_apart(run.kept(), WHOLE)
         ctx.save_for_backward(*kept)
         return out_TO
@@ -395,13 +397,3 @@ class LayerCall:
             out_width=self.out_width,
             shadows=self.shadows,
         )
-
-
-def without_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of this type and width; a slice would keep the rows."""
-    return tensor.detach().new_empty(0, *tensor.shape[1:])
-
-
-def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Booleans travel as bytes: not every wire knows them."""
-    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from moeclipse.comm.async_ops.execute import Execution
-from moeclipse.moe.exchange.dispatch_combine import WHOLE, BackwardRun, ForwardRun, LayerCall, without_rows
+from moeclipse.moe.exchange.dispatch_combine import WHOLE, BackwardRun, ForwardRun, LayerCall
 from moeclipse.moe.exchange.pipeline_pieces import first_compute, last_compute
-from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
+from moeclipse.moe.exchange.saved_tensors import put_together, take_apart, without_rows
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.private_torch import keeps_graph
 from moeclipse.ops.first_order import first_order

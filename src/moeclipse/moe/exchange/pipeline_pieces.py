@@ -20,8 +20,9 @@ import torch
 
 from moeclipse.comm.async_ops.execute import Execution
 from moeclipse.comm.async_ops.lane import InFlight, Joined, Ready
-from moeclipse.moe.exchange.dispatch_combine import BackwardRun, ForwardRun, LayerCall, without_rows
+from moeclipse.moe.exchange.dispatch_combine import BackwardRun, ForwardRun, LayerCall
 from moeclipse.moe.exchange.launches import announce
+from moeclipse.moe.exchange.saved_tensors import without_rows
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.kinds import A2A

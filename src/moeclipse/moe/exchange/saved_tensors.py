@@ -85,3 +85,8 @@ def _parts_of(kind: type, whole: tuple[type, ...]) -> tuple[str, ...] | None:
     if not dataclasses.is_dataclass(kind) or issubclass(kind, (Place, *whole)):
         return LEAF
     return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of this type and width; a slice would keep the rows."""
+    return tensor.detach().new_empty(0, *tensor.shape[1:])
