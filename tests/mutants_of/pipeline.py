@@ -70,4 +70,13 @@ pipeline/test_overlap.py::test_a_program_has_the_head_behind_its_last_layer_and_
         "the head is no op of its own",
         "it is computed in one go with the last layer: its dW hides nothing",
     ),
+    Mutant(
+        "pipeline/overlap.py",
+        "num = len(self.stages) // self.num_chains",
+        "num = len(self.stages)",
+        "pipeline/test_overlap.py::test_two_copies_of_the_model_are_laid_out_in_opposite_directions",
+        "an evaluation runs through both copies of a model",
+        "its loss is that of a model twice as deep",
+        survived=True,
+    ),
 )

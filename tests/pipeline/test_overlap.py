@@ -32,6 +32,17 @@ def test_what_the_verifier_refuses_cannot_be_run() -> None:
         verify(broken)
 
 
+def test_two_copies_of_the_model_are_laid_out_in_opposite_directions() -> None:
+    both = lay_out(PipelineConfig(schedule="dualpipe"), 3, 2, 4)
+    assert both.stages == (range(2), range(2, 3)) * 2
+    assert [both.held_by(rank) for rank in range(2)] == [
+        {0: range(2), 3: range(2, 3)},
+        {1: range(2, 3), 2: range(2)},
+    ]
+    first = both.first_copy
+    assert (first.stages, first.rank_of, first.num_chains) == ((range(2), range(2, 3)), (0, 1), 1)
+
+
 @pytest.mark.parametrize(
     ("config", "layers", "ranks", "microbatches", "message"),
     [

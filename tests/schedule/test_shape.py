@@ -56,6 +56,14 @@ def test_chains_share_the_microbatches() -> None:
     assert {one.microbatches_of(stage) for stage in range(4)} == {range(6)}
 
 
+def test_both_chains_begin_with_the_first_layer() -> None:
+    uneven = tuple((LayerShape(),) * count for count in (2, 1, 2, 1))
+    both = PipelineShape(placement=StagePlacement.dual(2), num_microbatches=4, layers=uneven)
+    assert both.first_layers == [0, 2, 0, 2]
+    one = PipelineShape(placement=StagePlacement.vee(2), num_microbatches=4, layers=uneven)
+    assert one.first_layers == [0, 2, 3, 5]
+
+
 def names(parts: Sequence[Part]) -> str:
     return " ".join(part.name for part in parts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from test_learner import (
 from moeclipse.balance.drift import Drift
 from moeclipse.balance.load import LoadTrace
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
 from moeclipse.moe.tune.probe import Probe
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
@@ -38,6 +40,16 @@ TABLES = {
 STEPS = 50
 WIDE = {"moe.d_ff": 192}
 """Experts of several grains: replicas own parts of them."""
+
+
+@pytest.mark.parametrize(("dp", "mirrored", "copies"), [(1, False, 1), (2, False, 2), (2, True, 4)])
+def test_owners_are_spread_over_all_that_hold_a_layer(dp: int, mirrored: bool, copies: int) -> None:
+    """Of two copies of the model, over both places of the pipeline that hold it."""
+    config = with_values(TrainConfig(), {"placement.slots": ((0, 1), (2, 3)), "moe.num_experts": 4})
+    (mesh := Mesh.single()).dp, mesh.mirrored = dp, mirrored
+    owners = ModelPlacement(config, mesh)._owners
+    placed = config.placement.start(4, 2, 0)
+    assert owners(placed, SimpleNamespace(layer=0)).copies == copies  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

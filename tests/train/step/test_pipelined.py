@@ -12,6 +12,7 @@ from test_learner import LATENT, configure
 from test_tensor_parallel import Pieces, join, reduced
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import CorruptionError
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
@@ -186,6 +187,30 @@ def test_two_copies_want_a_mesh_that_knows_of_them(corpus: str) -> None:
     config = configure(corpus, **BASE, **{"pipeline.schedule": "dualpipe"})
     with pytest.raises(AssertionError, match=r"two copies of the model: make Mesh\(mirrored=True\)"):
         run_ranks(2, gradients, config, pp=2)
+
+
+def saved_then_harmed(mesh: Mesh, config: TrainConfig) -> tuple[list[str], str]:
+    """(what this rank saves after a step, what is said of a buffer that differs on rank 1)"""
+    learner = Learner(config, mesh)
+    learner.step(0)
+    saved = [piece.name for piece in learner._pieces()]
+    if mesh.rank == 1:
+        learner.layers[0].gate.bias_E += 1
+    with pytest.raises(CorruptionError) as caught:
+        learner.integrity.before_save()
+    return saved, str(caught.value)
+
+
+def test_what_two_copies_hold_alike_is_saved_once_and_compared(corpus: str) -> None:
+    """In a step whose launches are checked, op by op, against the program of both directions."""
+    changes = {**BASE, "gate.kind": "sigmoid", "gate.bias_rate": 0.01, "integrity.every": 1}
+    changes |= {"pipeline.schedule": "dualpipe", "parallel.check_launches": True, "model.num_layers": 2}
+    found = run_ranks(2, saved_then_harmed, configure(corpus, **changes), pp=2, mirrored=True)
+    buffers = [name for saved, _ in found for name in saved if name.startswith("buffer/")]
+    assert sorted(buffers) == sorted(set(buffers))
+    assert {name.split(".")[1] for name in buffers} == {"0", "1"}
+    for _, told in found:
+        assert "rank 1: a buffer of layers.0." in told
 
 
 TOGETHER: dict[str, dict[str, Any]] = {
