@@ -15,7 +15,9 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.model.passes import LayerParts, MicrobatchLoads, MicrobatchState, layer_shapes
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import MoEConfig
+from moeclipse.moe.experts import two_projections
 from moeclipse.moe.tokens import Tokens
+from moeclipse.ops import expert_mlp
 from moeclipse.pipeline.stage import LayerPass, SplitLayer, Where
 from moeclipse.schedule.kinds import KIND_OF, Form, Part
 from moeclipse.schedule.shape import RECOMPUTED, LayerShape
@@ -179,3 +181,58 @@ def test_a_model_as_a_schedule_sees_it() -> None:
     model = build(Mesh.single(), {})
     described = [LayerParts(model.layer(index)).describe() for index in range(2)]
     assert described == [LayerShape(moe=False, shared=False), LayerShape(moe=True, shared=True)]
+
+
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The products of experts from here on: routed ones as kernels call them, and shared ones."""
+    found: list[str] = []
+
+    def watch(place: Any, name: str, called: str) -> None:
+        before = getattr(place, name)
+
+        def seen(*given: Any, **how: Any) -> Any:
+            found.append(called)
+            return before(*given, **how)
+
+        monkeypatch.setattr(place, name, seen)
+
+    watch(expert_mlp, "up", "up")
+    watch(expert_mlp, "down", "down")
+    watch(two_projections, "grouped_mm", "shared")
+    return found
+
+
+@pytest.mark.parametrize("way", ["in parts", "by autograd"])
+@pytest.mark.parametrize("recompute", ["full", "moe"])
+def test_experts_that_run_again_leave_out_the_second_product(
+    monkeypatch: pytest.MonkeyPatch, way: str, recompute: Any
+) -> None:
+    model = build(Mesh.single("cpu"), {})
+    layer, found = model.layer(1), products(monkeypatch)
+    assert layer.moe is not None
+    assert layer.moe.shared is not None
+    expected = in_one_piece(model, 1)
+    layer.moe.fused = True
+    found.clear()
+    if way == "in parts":
+        values = in_parts(model, 1, recompute)
+    else:
+        layer.again = recompute
+        values = in_one_piece(model, 1)
+    assert (found.count("up"), found.count("down"), found.count("shared")) == (2, 1, 3)
+    for name, value in values.items():
+        assert difference(value, expected[name]) <= 1e-13, name
+
+
+def test_what_a_norm_reads_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"mesh": Mesh.single("cpu"), "seed": 3, "dtype": torch.float64}
+    model = Transformer(replace(CONFIG, norms="both"), MOE, GATE, **options)
+    layer, found = model.layer(1), products(monkeypatch)
+    expected = in_one_piece(model, 1)
+    assert layer.moe is not None
+    layer.moe.fused, layer.again = True, "full"
+    found.clear()
+    values = in_one_piece(model, 1)
+    assert (found.count("up"), found.count("down"), found.count("shared")) == (2, 2, 4)
+    for name, value in values.items():
+        assert difference(value, expected[name]) <= 1e-13, name

@@ -141,4 +141,20 @@ MUTANTS = (
         "pieces of neighbouring documents have the same number",
         "packed documents of models with chunks see each other",
     ),
+    Mutant(
+        "model/layer.py",
+        "read = output or not self.adds_experts_as_they_are",
+        "read = output",
+        "model/test_passes.py::test_what_a_norm_reads_is_computed_again",
+        "experts that are recomputed leave out an output that a norm behind them reads",
+        "gradients of models with norms behind experts (GLM, Gemma) are wrong under recompute",
+    ),
+    Mutant(
+        "moe/exchange/pipeline_pieces.py",
+        "self.state.recompute(op)",
+        "self.state.op(op)",
+        "model/test_passes.py::test_experts_that_run_again_leave_out_the_second_product",
+        "a layer that is recomputed computes outputs that nobody reads",
+        "a step with recompute is some percent slower than it has to be",
+    ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -148,40 +149,45 @@ class TransformerLayer(nn.Module):
     def forward(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
     ) -> tuple[torch.Tensor, MoEReport | None]:
-        def whole(h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return self._told(self._run(h_TD, positions, tokens))
+        def whole(h_TD: torch.Tensor, output: bool = True) -> tuple[torch.Tensor, ...]:
+            return self._told(self._run(h_TD, positions, tokens, output))
 
         if self.front is not None and torch.is_grad_enabled():
             return self.front(h_TD, positions, tokens)
         if self.again != "full":
             return self._run(h_TD, positions, tokens)
-        return self._heard(run_again(whole, h_TD, self.scratch))
+        return self._heard(run_again(whole, h_TD, self.scratch, partial(whole, output=False)))
 
     def _run(
-        self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
+        self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens, output: bool = True
     ) -> tuple[torch.Tensor, MoEReport | None]:
+        """Without `output` nobody reads it: for gradients alone."""
+
         def attend(h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self.attend(h_TD, positions, tokens)
 
-        def block(x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return self._told(self._block(x_TD, tokens))
+        def block(x_TD: torch.Tensor, output: bool = True) -> tuple[torch.Tensor, ...]:
+            return self._told(self._block(x_TD, tokens, output))
 
         h_TD, x_TD = run_again(attend, h_TD, self.scratch) if self.again == "attn" else attend(h_TD)
         if self.again in ("mlp", "moe"):  # on one rank no row travels, and the gate is the least of it
-            y_TD, report = self._heard(run_again(block, x_TD, self.scratch))
+            y_TD, report = self._heard(run_again(block, x_TD, self.scratch, partial(block, output=False)))
         else:
-            y_TD, report = self._block(x_TD, tokens)
+            y_TD, report = self._block(x_TD, tokens, output)
         if self.again == "norms":
             self._forget_norm(self.mlp_norm, h_TD, x_TD, until=y_TD)
         return h_TD + y_TD, report
 
-    def _block(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, MoEReport | None]:
+    def _block(
+        self, x_TD: torch.Tensor, tokens: Tokens, output: bool
+    ) -> tuple[torch.Tensor, MoEReport | None]:
         """What dense block or experts add to the residual stream."""
         if self.dense is not None:
             return self.dense_block(x_TD), None
         assert self.moe is not None
         part_TD, tokens = self.to_experts(x_TD, tokens)
-        y_TD, report = self.moe.run(part_TD, tokens)
+        read = output or not self.adds_experts_as_they_are
+        y_TD, report = self.moe.run(part_TD, tokens, output=read)
         return self.from_experts(y_TD, len(x_TD)), report
 
     @staticmethod

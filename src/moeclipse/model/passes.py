@@ -267,7 +267,7 @@ class MoEPass(DensePass):
     def shared_r(self) -> None:
         x_TD, shared = self.attn.outputs[1], self.moe.shared
         assert shared is not None
-        _, self._shared_saved = shared.forward(x_TD, [len(x_TD)])
+        self._shared_saved = shared.recompute(x_TD, [len(x_TD)])
 
     def shared_b(self) -> None:
         shared = self.moe.shared

@@ -1,6 +1,7 @@
 """Activation recompute: parts of a layer that are computed again in backward instead of being kept.
 
-    run_again    keeps the inputs of a part alone, and runs it a second time when its gradients come
+    run_again    keeps the inputs of a part alone, and runs it a second time when its gradients come; who
+                 gives it another form for that time leaves out what only the outputs need
     forget       gives back the memory of a tensor that is quick to make, until its gradients come
 
 Contract. The same numbers to the bit: the same operations run over the same inputs. Parameters take their
@@ -29,26 +30,33 @@ class RunAgain(CheckpointFunction):
     """What the second forward decodes of frozen weights serves the gradients right behind it."""
 
     @staticmethod
-    def forward(ctx: Any, scratch: Scratch, part: Part, x: torch.Tensor) -> Any:
+    def forward(ctx: Any, scratch: Scratch, part: Part, again: Part, x: torch.Tensor) -> Any:
         ctx.scratch = scratch
         # What is random in a model is keyed by step and token, so there is no state of a generator to keep.
-        return CheckpointFunction.forward(ctx, part, False, x)
+        found = CheckpointFunction.forward(ctx, part, False, x)
+        ctx.run_function = again
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with ctx.scratch.reusing():
             _, _, d_x = CheckpointFunction.backward(ctx, *grads)
-        return None, None, d_x
+        return None, None, None, d_x
 
 
 @eager
-def run_again(part: Part, x: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, ...]:
-    """part(x), of which nothing but x is kept; `scratch`: of its frozen weights."""
+def run_again(
+    part: Part, x: torch.Tensor, scratch: Scratch, again: Part | None = None
+) -> tuple[torch.Tensor, ...]:
+    """part(x), of which nothing but x is kept; `scratch`: of its frozen weights.
+
+    `again`: the same for gradients alone; values of its outputs are nobody's business.
+    """
     if not torch.is_grad_enabled() or not x.requires_grad:  # below what is trained nothing is kept anyway
         return part(x)
     # Not the other kind, which hands backward copies of parameters: these have no main_grad. Not by torch's
     # `checkpoint` either, which loads the compiler, two seconds of a process, to say that it is not for it.
-    found: tuple[torch.Tensor, ...] = RunAgain.apply(scratch, part, x)
+    found: tuple[torch.Tensor, ...] = RunAgain.apply(scratch, part, again or part, x)
     return found
 
 

@@ -323,12 +323,14 @@ class MoE(nn.Module):
         *,
         routing: Routing | None = None,
         told: Told | None = None,
+        output: bool = True,
     ) -> tuple[torch.Tensor, MoEReport]:
         """The layer on this rank's part of a global microbatch: gate, experts, report.
 
         `routing`: where the gate has been asked already. `told`: what takes loads along with the sizes of
-        the exchange. Where experts are sharded over tp, all tp ranks get the same tokens, and output,
-        gradients and losses are shares: their sums over tp are the layer's.
+        the exchange. Without `output` nobody reads it: experts that are here compute what gradients need.
+        Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
+        are shares: their sums over tp are the layer's.
         """
         if routing is None:
             routing = self.gate(x if isinstance(x, torch.Tensor) else Structure.take_apart(x)[1][0], tokens)
@@ -337,10 +339,10 @@ class MoE(nn.Module):
             loads = told.loads(routing.load_E, len(routing.expert_ids_TK), tokens.group)
         elif tokens.group.size > 1:
             loads = self.gather_loads([routing], tokens)
-        y_TO = self.apply_experts(routing, x, tokens, loads, call)
+        y_TO = self.apply_experts(routing, x, tokens, loads, call, output=output)
         return y_TO, self.report(routing, routing.load_E if loads is None else loads.total(), tokens)
 
-    def apply_experts(self, routing: Routing, x: Inputs, *how: Any) -> torch.Tensor:
+    def apply_experts(self, routing: Routing, x: Inputs, *how: Any, output: bool = True) -> torch.Tensor:
         """Those that the gate chose and those that all tokens share; `how`: as `_apply_routed` takes it."""
         built_in = isinstance(self.experts, Experts)
         narrow: Any = self.experts if built_in else self.shared
@@ -351,8 +353,8 @@ class MoE(nn.Module):
         device = rows_TD.device.type
         cast = built_in and torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if cast else nullcontext():
-            y_TD = self._apply_routed(routing, structure, inputs, *how)
-            return y_TD if self.shared is None else y_TD + shared_expert(rows_TD, self.shared)
+            y_TD = self._apply_routed(routing, structure, inputs, *how, output=output)
+            return y_TD if self.shared is None else y_TD + shared_expert(rows_TD, self.shared, output)
 
     def _apply_routed(
         self,
@@ -362,10 +364,12 @@ class MoE(nn.Module):
         tokens: Tokens,
         loads: Loads | None = None,
         call: Call | None = None,
+        *,
+        output: bool = True,
     ) -> torch.Tensor:
         """Here, where all experts are; over all tokens of all ranks; or by a plan that sends rows."""
         if self.all_here:
-            return self._apply_here(routing, inputs, structure)
+            return self._apply_here(routing, inputs, structure, output)
         if self.gathers and self.training:
             here, where = partial(self._apply_here, structure=structure), self.where(tokens)
             return visit_gathered(here, routing, inputs, self.wire(), self.dispatcher, tokens, where)
@@ -376,12 +380,13 @@ class MoE(nn.Module):
         return DispatchCombine.apply(routing.scores_TK, planned, *inputs, *self.experts.weights)
 
     def _apply_here(
-        self, routing: Routing, inputs: tuple[torch.Tensor, ...], structure: Structure
+        self, routing: Routing, inputs: tuple[torch.Tensor, ...], structure: Structure, output: bool = True
     ) -> torch.Tensor:
         """By kernels without a device-to-host copy, or by plain torch."""
         experts = self._kernel_experts(inputs)
         if experts is not None and not experts.wgrads.deferring:
-            return visit_all(experts, inputs[0], routing.scores_TK, routing.expert_ids_TK, sums=True)
+            given = (inputs[0], routing.scores_TK, routing.expert_ids_TK)
+            return visit_all(experts, *given, sums=True, output=output)
         pairwise = self._pairwise(structure, inputs, routing.capacity)
         return visit_local(routing.scores_TK, routing.expert_ids_TK, pairwise, inputs)
 

@@ -9,9 +9,12 @@ B are added like those of W, and usually those of W are not wanted.
 
 W_up and W_down may be `Frozen` (`ops/frozen`): decoded before the product that reads them, in each direction.
 
-Kept for backward: x, h, the scores in row order and the grouping; no gathered copy, no a, no y. Who calls
-them: `ops/grouped_experts` in eager mode, `ops/expert_operators` inside compiled graphs, `moe/experts/fused`
-for rows that came from other ranks. `backward` is dgrad and wgrad in the order that needs least memory.
+Kept for backward: x, h, the scores in row order and the grouping; no gathered copy, no a, no y. So where
+experts run a second time for backward alone (`recompute`), there is no second product.
+
+Who calls them: `ops/grouped_experts` in eager mode, `ops/expert_operators` inside compiled graphs,
+`moe/experts/fused` for rows that came from other ranks. `backward` is dgrad and wgrad in the order that needs
+least memory.
 """
 
 from __future__ import annotations
@@ -164,7 +167,34 @@ def forward(
 ) -> tuple[torch.Tensor, ExpertState]:
     """(out [T, D], what backward needs)."""
     assert grouping.place_row_TK is not None
-    rows_TD, up, down = x_TD.contiguous(), weights.up_adapter, weights.down_adapter
+    a_MF, state = _hidden(x_TD, scores_M, weights, grouping, activation)
+    down = weights.down_adapter
+    more = None if down is None else down.forward(down.inner(a_MF, grouping))
+    down_EDF = decoded(weights.down_EDF, x_TD.dtype)
+    y_MD = expert_mlp.down(a_MF, down_EDF, grouping, bias_ED=weights.down_bias_ED, more=more)
+    return gather_sum(y_MD, grouping.place_row_TK, scores_M), state
+
+
+def recompute(
+    x_TD: torch.Tensor,
+    scores_M: torch.Tensor,
+    weights: ExpertWeights,
+    grouping: Grouping,
+    activation: Activation = "swiglu",
+) -> ExpertState:
+    """What backward needs, without the output."""
+    return _hidden(x_TD, scores_M, weights, grouping, activation)[1]
+
+
+def _hidden(
+    x_TD: torch.Tensor,
+    scores_M: torch.Tensor,
+    weights: ExpertWeights,
+    grouping: Grouping,
+    activation: Activation,
+) -> tuple[torch.Tensor, ExpertState]:
+    """(a [M, F], what backward needs)."""
+    rows_TD, up = x_TD.contiguous(), weights.up_adapter
     u_MR = None if up is None else up.inner(rows_TD, grouping, grouping.row_token_M)
     h_MH, a_MF = expert_mlp.up(
         rows_TD,
@@ -175,13 +205,10 @@ def forward(
         bias_EH=weights.up_bias_EH,
         more=None if up is None or u_MR is None else up.forward(u_MR),
     )
-    more = None if down is None else down.forward(down.inner(a_MF, grouping))
-    down_EDF = decoded(weights.down_EDF, rows_TD.dtype)
-    y_MD = expert_mlp.down(a_MF, down_EDF, grouping, bias_ED=weights.down_bias_ED, more=more)
     state = ExpertState(
         x_TD=x_TD, h_MH=h_MH, u_MR=u_MR, scores_M=scores_M, grouping=grouping, activation=activation
     )
-    return gather_sum(y_MD, grouping.place_row_TK, scores_M), state
+    return a_MF, state
 
 
 def dgrad(

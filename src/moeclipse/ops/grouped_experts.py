@@ -7,6 +7,9 @@ backward runs; without them autograd gets fresh gradients in the weights' type. 
 is the same function in plain torch operations. Inside `torch.compile` the call is one registered operator
 (`ops/expert_operators`).
 
+With `output=False`, where a layer is recomputed for its backward, zeros come out and the second product is
+left out.
+
 Hazard: inside `torch.compile` gradients cannot be added to `into`: a compiled backward must not change
 its inputs. The call is refused there.
 """
@@ -76,8 +79,12 @@ def grouped_experts(
     scale: float = 1.0,
     into: Into = None,
     stores: Callable[[], bool] | None = None,
+    output: bool = True,
 ) -> torch.Tensor:
-    """out [T, D]. `into`: sums for the gradients of (up, down), then of biases, then of adapters."""
+    """out [T, D]. `into`: sums for the gradients of (up, down), then of biases, then of adapters.
+
+    Without `output` nobody reads it.
+    """
     weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED, *adapters)
     if torch.compiler.is_compiling():
         if into is not None:
@@ -89,7 +96,8 @@ def grouped_experts(
         given: Any = (x_TD, scores_TK, expert_ids_TK, *weights)
         return expert_operators.grouped_experts(*given, activation, scale)[0]
     grouping = group_rows(expert_ids_TK, up_EHD.shape[0])
-    return _GroupedExperts.apply(x_TD, scores_TK, grouping, activation, scale, into, stores, *weights)
+    how = (activation, scale, into, stores, output)
+    return _GroupedExperts.apply(x_TD, scores_TK, grouping, *how, *weights)
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -103,10 +111,15 @@ class _GroupedExperts(torch.autograd.Function):
         scale: float,
         into: Into,
         stores: Callable[[], bool] | None,
+        output: bool,
         *weights: Weight | None,
     ) -> torch.Tensor:
         given, scores_M = ExpertWeights.of(weights, scale=scale), in_row_order(scores_TK, grouping)
-        out_TD, state = expert_passes.forward(x_TD, scores_M, given, grouping, activation)
+        if output:
+            out_TD, state = expert_passes.forward(x_TD, scores_M, given, grouping, activation)
+        else:
+            state = expert_passes.recompute(x_TD, scores_M, given, grouping, activation)
+            out_TD = torch.zeros_like(x_TD)
         ctx.save_for_backward(x_TD, state.h_MH, state.u_MR, scores_M, *given.tensors())
         ctx.frozen = [weight if isinstance(weight, Frozen) else None for weight in weights]
         ctx.grouping, ctx.activation, ctx.scale = grouping, activation, scale
@@ -133,4 +146,4 @@ class _GroupedExperts(torch.autograd.Function):
         how = {"accumulate": add, "d_x": ctx.needs_input_grad[0]}
         dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, **how)
         found = grads.tensors() if fresh else (None,) * len(tensors)
-        return dx_TD, d_scores_TK.to(ctx.scores_dtype), *(None,) * 5, *found
+        return dx_TD, d_scores_TK.to(ctx.scores_dtype), *(None,) * 6, *found

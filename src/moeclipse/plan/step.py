@@ -194,13 +194,13 @@ class Step:
         attn, route, shared, mlp = map(slower, alone)
         dispatch, combine = self.work.dispatch(), self.work.combine()
         F, W = (sum(part[form] for part in (attn, route, shared, mlp)) for form in (0, 2))
-        again = self.layout.recompute
+        again, experts = self.layout.recompute, self.software.again_on(self.cluster) * mlp.F
         more = {
             "off": 0.0,
             "attn": attn.F,
-            "mlp": shared.F + mlp.F,
-            "moe": route.F + shared.F + mlp.F,
-            "full": F,
+            "mlp": shared.F + experts,
+            "moe": route.F + shared.F + experts,
+            "full": attn.F + route.F + shared.F + experts,
         }[again]
         resent = dispatch if again in ("moe", "full") else 0.0
         B = attn.B + route.B + shared.B + mlp.B + W + more

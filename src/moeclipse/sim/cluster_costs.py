@@ -31,7 +31,7 @@ from moeclipse.sim.step_costs import COUNT_BYTES, GRADIENT_BYTES
 
 VALUE_BYTES = 2.0
 FORM = {Form.F: 0, Form.R: 0, Form.B: 1, Form.W: 2}
-"""Which of `Seconds` a form takes; recompute is forward once more."""
+"""Which of `Seconds` a form takes; recompute is forward once more, or a part of it."""
 
 
 class ClusterCosts:
@@ -119,7 +119,9 @@ class ClusterCosts:
             return work.dispatch() if to_experts else work.combine()
         layer = shape.layers[op.stage][op.layer]
         number = first[op.stage] + op.layer
-        return self._part(part, layer.moe, number, op.chunks)[FORM[form]]
+        again = form is Form.R and part is Part.MLP and layer.moe
+        share = self.software.again_on(self.cluster) if again else 1.0
+        return share * self._part(part, layer.moe, number, op.chunks)[FORM[form]]
 
     def _part(self, part: Part, moe: bool, number: int, chunks: int) -> Seconds:
         apart = part is Part.ATTN or bool(self.model.trained)

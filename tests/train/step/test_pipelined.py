@@ -210,7 +210,7 @@ def test_what_two_copies_hold_alike_is_saved_once_and_compared(corpus: str) -> N
     assert sorted(buffers) == sorted(set(buffers))
     assert {name.split(".")[1] for name in buffers} == {"0", "1"}
     for _, told in found:
-        assert "rank 1: a buffer of layers.0." in told
+        assert "ranks 0, 1 disagree about a buffer of layers.0." in told, "of two nobody knows who is right"
 
 
 TOGETHER: dict[str, dict[str, Any]] = {

@@ -146,14 +146,9 @@ class ForwardRun:
             out_TO = out_TO + self.kept_TO
             del self.kept_TO
         self.rows, self.back_NO = [], out_TO.new_empty(0, self.out_width)
-        self.forget_partial()
-        if not keep_rows:
-            self.arrived = []  # what backward needs of them is in `saved`
+        self.partial_RO = self.back_NO  # that of the last unit has left
+        self.arrived = self.arrived if keep_rows else []  # what backward needs of them is in `saved`
         return out_TO
-
-    def forget_partial(self) -> None:
-        """Of the last unit: it has left."""
-        self.partial_RO = self.back_NO
 
     def op(self, op: Op) -> InFlight[Any] | None:
         return FORWARD[op.kind](self, op)
@@ -179,17 +174,23 @@ class ForwardRun:
     def compute(self, op: Op) -> None:
         recorder = self.plan.dispatcher.lane.recorder
         with nullcontext() if recorder.marks is None else recorder.mark(op):
-            self.compute_unit(key_of(op))
+            key = key_of(op)
+            self.partial_RO, self.saved[key] = self.experts.forward(*self.operands(key))
 
-    def compute_unit(self, key: Key) -> None:
+    def recompute(self, op: Op) -> None:
+        """What backward needs of a unit, once more."""
+        recorder = self.plan.dispatcher.lane.recorder
+        with nullcontext() if recorder.marks is None else recorder.mark(op):
+            key = key_of(op)
+            self.saved[key] = self.experts.recompute(*self.operands(key))
+
+    def operands(self, key: Key) -> tuple[Any, ...]:
+        """What experts take of a unit; kernels also its grouping."""
         unit = self.plan.units[key]
         rows = [tensor[unit.arriving] for tensor in self.arrived]
         index_M, score_M = self.pairs.of(unit)
-        given = (rows, index_M, unit.counts, score_M)
-        if isinstance(self.experts, FusedExperts):
-            self.partial_RO, self.saved[key] = self.experts.forward(*given, self.pairs.grouping(unit))
-        else:
-            self.partial_RO, self.saved[key] = self.experts.forward(*given)
+        more = (self.pairs.grouping(unit),) if isinstance(self.experts, FusedExperts) else ()
+        return (rows, index_M, unit.counts, score_M, *more)
 
 
 FORWARD: Mapping[Kind, Callable[[ForwardRun, Op], InFlight[Any] | None]] = {

@@ -83,9 +83,8 @@ class ExpertPass:
         """Fill what backward needs; the results are not wanted."""
         for op in self.forward.ops:
             if op.kind is kinds.C_F:
-                self.state.op(op)
+                self.state.recompute(op)
         self.state.rows, self.state.arrived = [], []
-        self.state.forget_partial()
 
     # backward
 

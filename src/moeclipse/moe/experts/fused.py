@@ -17,6 +17,7 @@ from torch import nn
 
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.ops import expert_passes
+from moeclipse.ops.activation import Activation
 from moeclipse.ops.expert_mlp import KERNEL_DTYPES
 from moeclipse.ops.expert_passes import (
     ADAPTERS,
@@ -44,11 +45,18 @@ def fits(experts: Experts, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def visit_all(
-    experts: Experts, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *, sums: bool
+    experts: Experts,
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    ids_TK: torch.Tensor,
+    *,
+    sums: bool,
+    output: bool = True,
 ) -> torch.Tensor:
     """All experts of a layer, which are here: one node for autograd, and no device-to-host sync.
 
-    `sums`: gradients go where the weights' accumulators are, if all that want some have one.
+    `sums`: gradients go where the weights' accumulators are, if all that want some have one. Without `output`
+    nobody reads it.
     """
     given = (in_type(weight, x_TD.dtype) for weight in experts.operands)
     named: dict[str, Any] = dict(zip(experts.operand_names, given, strict=True))
@@ -61,6 +69,7 @@ def visit_all(
         activation=experts.activation,
         adapters=[named.get(name) for name in ADAPTERS],
         scale=experts.scale,
+        output=output,
         **(sums_of(experts) if sums else {}),
     )
 
@@ -107,12 +116,34 @@ class FusedExperts:
         grouping: Grouping | None = None,
     ) -> tuple[torch.Tensor, FusedSaved]:
         """`grouping`: of these pairs, where it is known."""
+        given = self._operands(rows, index_M, counts, score_M, grouping)
+        sums, state = expert_passes.forward(*given)
+        return sums, FusedSaved(state=state, weights=given[2])
+
+    def recompute(
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
+        grouping: Grouping | None = None,
+    ) -> FusedSaved:
+        given = self._operands(rows, index_M, counts, score_M, grouping)
+        return FusedSaved(state=expert_passes.recompute(*given), weights=given[2])
+
+    def _operands(
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
+        grouping: Grouping | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights, Grouping, Activation]:
         (rows_RD,) = rows
         grouping = grouping or group_arrived(index_M, counts, len(rows_RD), self.most)
-        given = [in_type(weight, rows_RD.dtype) for weight in self.experts.operands]
-        weights = ExpertWeights.of(given, self.experts.operand_names, self.experts.scale)
-        sums, state = expert_passes.forward(rows_RD, score_M, weights, grouping, self.experts.activation)
-        return sums, FusedSaved(state=state, weights=weights)
+        numbers = [in_type(weight, rows_RD.dtype) for weight in self.experts.operands]
+        weights = ExpertWeights.of(numbers, self.experts.operand_names, self.experts.scale)
+        return rows_RD, score_M, weights, grouping, self.experts.activation
 
     def dgrad(
         self, d_partial_RO: torch.Tensor, saved: FusedSaved

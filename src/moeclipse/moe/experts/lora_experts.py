@@ -171,6 +171,12 @@ class LoraExperts(Experts):
             y += spread(biases[1], counts)
         return y, LoraSaved(x=x, h=h, counts=counts, weights=weights, up=up_inner, down=down_inner)
 
+    def recompute(
+        self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
+    ) -> LoraSaved:
+        """The whole of forward: the adapter of the second product is behind a."""
+        return self.forward(x, counts, shadows)[1]
+
     def dgrad(self, dy: torch.Tensor, saved: ExpertsSaved) -> tuple[torch.Tensor, LoraPending]:
         assert isinstance(saved, LoraSaved)
         counts, (up, down, *_), pairs = saved.counts, saved.weights, list[tuple[torch.Tensor, torch.Tensor]]()

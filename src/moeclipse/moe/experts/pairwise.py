@@ -80,6 +80,16 @@ class PairwiseExperts:
             experts=saved, scored_MW=scored_MW, index_M=index_M, score_M=score_M, num_rows=num_rows
         )
 
+    def recompute(
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
+    ) -> PairsSaved:
+        """The whole of forward: scores have their gradients from y."""
+        return self.forward(rows, index_M, counts, score_M)[1]
+
     def dgrad(
         self, d_partial_RO: torch.Tensor, saved: PairsSaved
     ) -> tuple[list[torch.Tensor | None], torch.Tensor, Any]:

@@ -111,6 +111,15 @@ class PairExperts(Trainable, Protocol):
         `rows` holds each of a token's tensors; pairs are grouped by expert, `index_M` names the row of each.
         """
 
+    def recompute(
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
+    ) -> Any:
+        """What backward needs, of the same rows once more."""
+
     def dgrad(
         self, d_partial_RO: torch.Tensor, saved: Any
     ) -> tuple[list[torch.Tensor | None], torch.Tensor, Any]:

@@ -36,11 +36,11 @@ from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.weight_grad import Grad, Grads, WeightGrads, accumulator
 
 
-def shared_expert(x_TD: torch.Tensor, experts: Experts | GatedShared) -> torch.Tensor:
-    """In the type of x."""
+def shared_expert(x_TD: torch.Tensor, experts: Experts | GatedShared, output: bool = True) -> torch.Tensor:
+    """In the type of x. Without `output` nobody reads it: zeros."""
     if torch.compiler.is_compiling():
         return shared_expert_reference(x_TD, experts)
-    y_TD: torch.Tensor = _Shared.apply(x_TD, experts, *experts.weights)
+    y_TD: torch.Tensor = _Shared.apply(x_TD, experts, output, *experts.weights)
     return y_TD
 
 
@@ -61,9 +61,12 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: torch.Tensor, experts: Experts | GatedShared, *_: torch.Tensor
+        ctx: Any, x_TD: torch.Tensor, experts: Experts | GatedShared, output: bool, *_: torch.Tensor
     ) -> torch.Tensor:
-        y_TD, saved = experts.forward(x_TD, [len(x_TD)])
+        if output:
+            y_TD, saved = experts.forward(x_TD, [len(x_TD)])
+        else:
+            y_TD, saved = torch.zeros_like(x_TD), experts.recompute(x_TD, [len(x_TD)])
         ctx.state, tensors = take_apart(saved)
         ctx.save_for_backward(*tensors)
         ctx.experts = experts
@@ -73,7 +76,7 @@ class _Shared(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[object, ...]:
         dx_TD, pending = ctx.experts.dgrad(dy_TD.contiguous(), put_together(ctx.state, ctx.saved_tensors))
-        return dx_TD, None, *ctx.experts.wgrad([pending], wanted=ctx.needs_input_grad[2:])
+        return dx_TD, None, None, *ctx.experts.wgrad([pending], wanted=ctx.needs_input_grad[3:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,10 @@ class GatedShared(nn.Module):
         wide = WIDE[x.dtype]
         g = torch.sigmoid(F.linear(x.to(wide), self.gate.to(wide)))
         return (y * g).to(x.dtype), GatedSaved(x=x, y=y, g=g, weight=self.gate, experts=inner)
+
+    def recompute(self, x: torch.Tensor, counts: Sequence[int]) -> GatedSaved:
+        """The whole of forward: the gate has its gradient from y."""
+        return self.forward(x, counts)[1]
 
     def dgrad(self, dy: torch.Tensor, saved: GatedSaved) -> tuple[torch.Tensor, GatedPending]:
         g, wide = saved.g, saved.g.dtype

@@ -157,17 +157,25 @@ class Experts(Unhooked):
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ExpertsSaved]:
-        given = self.weights if shadows is None else self.unflatten(shadows)
-        weights: tuple[Weight, ...] = tuple(weight.to(x.dtype) for weight in given)
-        up, down, *biases = weights = (self.up, self.down, *weights) if self.frozen else weights
-        h = grouped_mm(x, up if isinstance(up, torch.Tensor) else up.numbers(x.dtype), counts)
-        if biases:
-            h += spread(biases[0], counts)
-        a = activated(h, self.activation)
+        saved = self.recompute(x, counts, shadows)
+        _, down, *biases = saved.weights
+        a = activated(saved.h, self.activation)
         y = grouped_mm(a, down if isinstance(down, torch.Tensor) else down.numbers(x.dtype), counts)
         if biases:
             y += spread(biases[1], counts)
-        return y, ExpertsSaved(x=x, h=h, counts=counts, weights=weights)
+        return y, saved
+
+    def recompute(
+        self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
+    ) -> ExpertsSaved:
+        """What backward needs, without y."""
+        given = self.weights if shadows is None else self.unflatten(shadows)
+        weights: tuple[Weight, ...] = tuple(weight.to(x.dtype) for weight in given)
+        up, _, *biases = weights = (self.up, self.down, *weights) if self.frozen else weights
+        h = grouped_mm(x, up if isinstance(up, torch.Tensor) else up.numbers(x.dtype), counts)
+        if biases:
+            h += spread(biases[0], counts)
+        return ExpertsSaved(x=x, h=h, counts=counts, weights=weights)
 
     def dgrad(self, dy: torch.Tensor, saved: ExpertsSaved) -> tuple[torch.Tensor, ExpertsPending]:
         up, down, *_ = saved.weights
