@@ -371,7 +371,8 @@ class MoE(nn.Module):
         if self.all_here:
             return self._apply_here(routing, inputs, structure, output)
         if self.gathers and self.training:
-            here, where = partial(self._apply_here, structure=structure), self.where(tokens)
+            here = partial(self._apply_here, structure=structure, output=output)
+            where = self.where(tokens)
             return visit_gathered(here, routing, inputs, self.wire(), self.dispatcher, tokens, where)
         alone = self.turns is None
         planned = self.plan(routing, structure, inputs, tokens, loads, call, on_device=alone, whole=alone)

@@ -11,6 +11,7 @@ from test_graphs import with_graphs
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import problems_of, with_values
+from moeclipse.ops import expert_mlp
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
@@ -56,6 +57,31 @@ def test_losses_and_weights_are_those_of_one_process(changes: dict[str, Any]) ->
     for name in weights:
         if ".experts." in name:
             assert difference(torch.cat([mine[name] for _, mine in ranks]), weights[name]) < 1e-12, name
+
+
+def products(mesh: Mesh) -> tuple[int, int, float]:
+    """How often a step by kernels, all of it recomputed, has the first and the second product; its loss."""
+    config = with_values(load(preset="tiny"), {**BASE, "pipeline.recompute": "full"})
+    learner, found = Learner(config, mesh), [0, 0]
+    for layer in learner.layers:
+        layer.fused = True
+    for number, name in enumerate(("up", "down")):
+        before = getattr(expert_mlp, name)
+
+        def counted(*given: Any, number: int = number, before: Any = before, **how: Any) -> Any:
+            found[number] += 1
+            return before(*given, **how)
+
+        setattr(expert_mlp, name, counted)
+    loss = float(learner.step(0)["loss"])
+    return found[0], found[1], loss
+
+
+def test_experts_that_run_again_leave_out_their_second_product() -> None:
+    expected = run_alone(trained, {})[0][0]
+    for first, second, loss in run_ranks(2, products):
+        assert first == 2 * second > 0
+        assert difference(loss, expected) < 1e-12
 
 
 def replayed(mesh: Mesh) -> tuple[list[float], list[float], int]:
