@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
 
 from moeclipse.cli.main import main
-from moeclipse.cli.plan import loses_by, seconds_text, split_flags, tokens_in
+from moeclipse.cli.plan import MEDIAN_ERROR, loses_by, seconds_text, split_flags, tokens_in, usual_tokens
 from moeclipse.plan.layouts import Plan
+from moeclipse.plan.published import ROWS
 from moeclipse.plan.step import Layout, StepTime
 from moeclipse.train.presets import load
 
@@ -39,7 +41,11 @@ def test_ten_plans_one_explained_and_written(tmp_path: Path, capsys: pytest.Capt
     assert share / 100 == pytest.approx(rate * flops / 989e12, rel=0.02)
     assert rate == pytest.approx(64 * 2048 / 16 / steps[0] * (1 if " s " in rows[0] else 1e3), rel=0.02)
     assert "tokens/s/GPU" in text
-    assert "against the best: +" in text
+    assert "behind the best by" in text
+    assert "layout: pp stages, dp copies" in text
+    assert "1 to " in text, "some differ by less than predictions are off"
+    assert "--page FILE: a page for a browser" in text
+    assert "--explain N" not in text, "it was asked"
     assert "peak GiB by stage rank:" in text
     assert "attention" in text
     assert "written to" in text
@@ -76,6 +82,17 @@ def test_a_file_brings_its_own_batch_and_a_cluster_too(
     assert told in capsys.readouterr().out
 
 
+def test_whoever_names_no_batch_gets_a_usual_one_and_a_preset_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert [usual_tokens(gpus) / 1024**2 for gpus in (8, 64, 256, 2048)] == [0.5, 4, 4, 16]
+    assert main(["plan", "qwen3-30b-a3b", "--gpus", "8", "--seq-len", "8192", "--lora.rank", "8"]) == 0
+    assert "64 x 8,192 tokens a step" in capsys.readouterr().out
+    assert main(["plan", "tiny", "--gpus", "2"]) == 0
+    tiny = load(preset="tiny").data
+    assert f"{tiny.batch_size} x {tiny.seq_len} tokens a step" in capsys.readouterr().out
+
+
 def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "qwen3-30b-a3b", "--gpus", "2", "--tokens-per-step", "64k"]) == 1
     text = capsys.readouterr().out
@@ -93,13 +110,15 @@ def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str
         (["tiny", "--imbalance", "0.5"], "--imbalance (0.5) must be at least 1"),
         (["tiny", "--explain", "-1"], "--explain (-1) must be the number"),
         (["tiny", "--dtype", "fp8", "-o", "x.toml"], "--out cannot go with --dtype fp8"),
-        (["tiny"], "--tokens-per-step is needed"),
         (["tiny", "--tokens-per-step", "many"], "must be a number like"),
         (["tiny", "--tokens-per-step", "0"], "must be a number like"),
         (["tiny", "--tokens-per-step", "1M", "--device", "h10"], "did you mean 'h100'"),
         (["nothing", "--tokens-per-step", "1M"], "give a TOML file"),
         (["tiny", "--tokens-per-step", "64k", "--explain", "99"], "there are plans 1 to"),
-        (["tiny", "--tokens-per-step", "28k", "--gpus", "64"], "no layout divides 64 GPUs and 7 sequences"),
+        (
+            ["tiny", "--tokens-per-step", "28k", "--seq-len", "4096", "--gpus", "64"],
+            "no layout divides 64 GPUs and 7 sequences",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -135,10 +154,15 @@ def test_words_of_keys_are_not_words_of_the_command() -> None:
     )
 
 
+def test_what_counts_as_near_is_the_error_of_published_steps() -> None:
+    errors = [abs(row.predicted() / row.seconds - 1) for row in ROWS]
+    assert statistics.median(errors) == pytest.approx(MEDIAN_ERROR, abs=0.005)
+
+
 def test_why_a_plan_loses() -> None:
     best = StepTime(seconds=2.0, compute=1.0, exposed=0.5, bubble=0.4, end=0.1)
     other = StepTime(seconds=3.0, compute=1.2, exposed=1.3, bubble=0.4, end=0.1)
     plans = [
         Plan(layout=Layout(), stages=(1,), time=time, bytes_of=(1.0,), room=2.0) for time in (best, other)
     ]
-    assert loses_by(*plans) == "+800.0 ms exposed"
+    assert loses_by(*plans) == "800.0 ms exposed"

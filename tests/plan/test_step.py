@@ -192,4 +192,4 @@ def test_a_layout_says_what_it_is() -> None:
     layout = Layout(pp=2, dp=3, ep=4, tp=5, schedule="vpp", stages_per_rank=6, microbatches=7, samples=8)
     assert layout.title == "pp2 dp3 ep4 tp5, vpp x 6, 7 x 8, recompute off"
     assert (layout.num_ranks, layout.num_stages, layout.copies) == (120, 12, 1)
-    assert Layout().title == "pp1 dp1 ep1 tp1, -, 1 x 1, recompute off"
+    assert Layout().title == "pp1 dp1 ep1 tp1, 1 x 1, recompute off"

@@ -38,17 +38,26 @@ from moeclipse.train.predict.plan_config import (
     config_for,
     planned_config,
     rules_of,
+    says_batch,
     state_of,
     what_would_fit,
 )
 
 SHOWN = 10
-COLUMNS = ("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB", "bound by", "layout")
+COLUMNS = (
+    *("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB"),
+    *("bound by", "behind 1 by", "layout"),
+)
+IN_WORDS = COLUMNS[-3:]
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 GIB = 2.0**30
 NOTHING_FITS = 1
 TABLE_WIDTH = 170
 """Rows are not cut, however narrow the terminal is."""
+USUAL_TOKENS, MOST_TOKENS, FEWEST_TOKENS = 64 * 1024, 4 * 1024**2, 8 * 1024
+"""Of a step where nobody says: so many a GPU, together at most so many, but no fewer a GPU than this."""
+MEDIAN_ERROR = 0.04
+"""Of predicted steps (docs/planning.md, `tests/plan/test_published.py`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +76,9 @@ class PlanOptions:
     device: str = "h100"
     """a100, h100, h800, h200, b200, gb200, mi300x, cpu, or a TOML file that describes a cluster."""
     tokens_per_step: str = ""
-    """As 63M or 500k; otherwise the configuration's batch."""
+    """As 63M or 500k; unless given, what the file or preset says, or 64k a GPU and at most 4M."""
     seq_len: int = 0
-    """Tokens of a sequence; 0: the configuration's, or 4,096 for models that are named."""
+    """Tokens of a sequence; 0: what the file or preset says, or 4,096."""
     dtype: Literal["bf16", "fp8"] = "bf16"
     """Of products; we train in bf16, so fp8 answers a question and writes no file."""
     imbalance: float = 1.1
@@ -106,6 +115,8 @@ def main(argv: list[str]) -> int:
         return NOTHING_FITS
     wide = terminal(soft_wrap=False, width=max(console.width, TABLE_WIDTH))
     wide.print(table_of(request, found.plans[:SHOWN]))
+    for line in (*reading(request, found.plans[:SHOWN]), next_steps(options)):
+        console.print(line, style="dim")
     if options.explain > len(found.plans[:SHOWN]):
         raise ConfigError(f"--explain {options.explain}: there are plans 1 to {len(found.plans[:SHOWN])}")
     chosen = found.plans[max(options.explain, 1) - 1]
@@ -154,13 +165,14 @@ def request_of(options: PlanOptions, config: TrainConfig) -> Request:
         sizes_of_run,
     )  # needs torch, which mistakes before it do not
 
-    named = Path(options.source or options.model).suffix != ".toml"
-    sequence = options.seq_len or (4096 if named else config.data.seq_len)
-    batch = config.data.batch_size
+    of_file = says_batch(options.source or options.model)
+    sequence = options.seq_len or (config.data.seq_len if of_file else 4096)
     if options.tokens_per_step:
         batch = batch_for(tokens_in(options.tokens_per_step), sequence, options.gpus)
-    elif named:
-        raise ConfigError("--tokens-per-step is needed where no configuration says data.batch_size: 4M, say")
+    elif of_file:
+        batch = config.data.batch_size
+    else:
+        batch = batch_for(usual_tokens(options.gpus), sequence, options.gpus)
     terms = Terms(
         model=sizes_of_run(config),
         cluster=cluster_at(options.device),
@@ -178,6 +190,10 @@ def request_of(options: PlanOptions, config: TrainConfig) -> Request:
     )
 
 
+def usual_tokens(num_gpus: int) -> float:
+    return max(min(USUAL_TOKENS * num_gpus, MOST_TOKENS), FEWEST_TOKENS * num_gpus)
+
+
 def tokens_in(text: str) -> float:
     """Of 63M, 500k or 4194304."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgb]?)", text.lower().replace(",", "").replace("_", ""))
@@ -191,9 +207,39 @@ def title_of(request: Request, found: SearchResult) -> str:
     node = f"{terms.cluster.device.name}, {terms.cluster.gpus_per_node} a node"
     what = f"{count(request.num_gpus, 'GPU')} ({node})"
     batch = f"{request.batch:,} x {terms.sequence:,} tokens a step"
-    size = f"{terms.model.parameters / 1e9:.1f} B parameters"
+    total = terms.model.parameters
+    size = f"{total / 1e9:.1f} B parameters" if total >= 1e9 else f"{total / 1e6:.1f} M parameters"
     dropped = found.dropped.get("memory", 0)
     return f"{size}, {what}, {batch}: {found.considered:,} layouts, {dropped:,} too large"
+
+
+def reading(request: Request, plans: tuple[Plan, ...]) -> list[str]:
+    """How to read the table, and what to do with it."""
+    best, device = plans[0], request.terms.cluster.device
+    room = f"{best.room / GIB:.1f} of {device.memory / GIB:.1f} GiB may be taken"
+    lines = [
+        "layout: pp stages, dp copies, ep ranks that share experts, tp ranks that share matrices; schedule; "
+        "microbatches x sequences in each; what backward computes again",
+        "exposed: communication that nothing hides; bubble: waiting for other stages; end: sums of gradients "
+        f"and the update; peak: of the fullest rank, where {room}",
+    ]
+    near = sum(plan.time.seconds <= (1 + MEDIAN_ERROR) * best.time.seconds for plan in plans)
+    if near > 1:
+        lines.append(
+            f"1 to {near} differ by less than predictions are off ({MEDIAN_ERROR:.0%} in the median): take "
+            "the plainest of them, or the one with most room"
+        )
+    return lines
+
+
+def next_steps(options: PlanOptions) -> str:
+    """What can be asked of a plan, as far as it was not."""
+    ways = [
+        ("--explain N", "one of them in parts", bool(options.explain)),
+        ("--page FILE", "a page for a browser", options.page is not None),
+        ("-o FILE", "the file for moeclipse train", options.out is not None or options.dtype == "fp8"),
+    ]
+    return "; ".join(f"{flag}: {what}" for flag, what, asked in ways if not asked)
 
 
 def refusals(request: Request, config: TrainConfig, found: SearchResult) -> list[str]:
@@ -213,8 +259,7 @@ def refusals(request: Request, config: TrainConfig, found: SearchResult) -> list
 def table_of(request: Request, plans: tuple[Plan, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
-        left = name in ("bound by", "layout")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in IN_WORDS else "right", no_wrap=True)
     for row in rows_of(request, plans):
         table.add_row(*row)
     return table
@@ -233,7 +278,8 @@ def rows_of(request: Request, plans: tuple[Plan, ...]) -> list[list[str]]:
                 f"{time.exposed / time.seconds:.1%}",
                 f"{time.bubble / time.seconds:.1%}",
                 f"{plan.peak / GIB:.1f}",
-                time.bound if number == 1 else f"{time.bound}; {loses_by(plans[0], plan)}",
+                time.bound,
+                "" if number == 1 else loses_by(plans[0], plan),
                 plan.layout.title,
             ]
         )
@@ -288,7 +334,7 @@ def loses_by(best: Plan, other: Plan) -> str:
     names = ("compute", "exposed", "bubble", "end")
     more = {name: getattr(other.time, name) - getattr(best.time, name) for name in names}
     name = max(more, key=lambda each: more[each])
-    return f"+{seconds_text(more[name])} {name}"
+    return f"{seconds_text(more[name])} {name}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -303,7 +349,7 @@ def explain(console: Console, request: Request, best: Plan, plan: Plan, width: i
         f"{seconds_text(time.exposed)} + bubble {seconds_text(time.bubble)} + end {seconds_text(time.end)}"
     )
     if plan is not best:
-        console.print(f"against the best: {loses_by(best, plan)}")
+        console.print(f"behind the best by {loses_by(best, plan)}")
     step = Step(request.terms, layout, plan.stages)
     table = Table(box=None, pad_edge=False)
     for name in ("a layer, ms", "forward", "dX", "dW"):

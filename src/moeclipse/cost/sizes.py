@@ -6,6 +6,7 @@ Which layers have experts and what they see are lists; everything else is alike 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.kernels import keys_seen
@@ -106,7 +107,7 @@ class ModelSizes:
             return [(H * self.d_qk, D, True), *keys, out]
         return [(self.q_rank, D, False), (H * self.d_qk, self.q_rank, True), *keys, out]
 
-    @property
+    @cached_property
     def attention_parameters(self) -> float:
         return float(sum(out * inner for out, inner, _ in self.projections()))
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
+from moeclipse.cost.sizes import ModelSizes
 from moeclipse.cost.step_bytes import ALONE, APART, Again, Sharing, StateBytes, beside, standing
 from moeclipse.plan.step import Layout, Step, StepTime, Terms
 from moeclipse.schedule import kinds
@@ -212,6 +214,17 @@ def candidates_of(request: Request) -> Iterator[Candidate]:
                 yield least
 
 
+def fits(request: Request) -> bool:
+    """Whether any layout does, by the rough count."""
+    model = request.terms.model
+    return any(
+        rough_peak(request, replace(layout, recompute=again)) <= request.room(layout)
+        for axes in axes_of(request)
+        for layout in schedules_of(axes, model.num_layers)
+        for again in LADDER
+    )
+
+
 def bound(priced: Step, layout: Layout) -> float:
     """Seconds: the busiest rank's work as if layers were even, a bubble by its formula, the update."""
     head = sum(priced.parts["head"])
@@ -244,9 +257,17 @@ def rough_peak(request: Request, layout: Layout) -> float:
     moe, part = any(model.moe_layers), model.training(model.num_layers - 1)
     kept = per_stage * sharing.layer(model, moe, tokens, VALUE_BYTES, layout.recompute, part)
     tables = (layout.pp == 1 and not model.tied, True)
-    state = request.state.of(model, sharing.held(model, last, tables))
+    state = state_of_layers(request.state, model, sharing, last, tables)
     rest = beside(model, sharing, tokens, VALUE_BYTES, program=runs_program(layout), head=True)
     return state + kept * in_flight(layout) + rest
+
+
+@lru_cache(maxsize=4096)
+def state_of_layers(
+    state: StateBytes, model: ModelSizes, sharing: Sharing, layers: range, tables: tuple[bool, bool]
+) -> float:
+    """Kept: a sum over layers, and the same whatever the schedule and the microbatches."""
+    return state.of(model, sharing.held(model, layers, tables))
 
 
 def runs_program(layout: Layout) -> bool:

@@ -69,9 +69,9 @@ class Layout:
     @property
     def title(self) -> str:
         axes = " ".join(f"{axis}{getattr(self, axis)}" for axis in ("pp", "dp", "ep", "tp"))
-        name = self.schedule if self.pp > 1 or self.overlap != "off" else "-"
+        name = f", {self.schedule}" if self.pp > 1 or self.overlap != "off" else ""
         stages = f" x {self.stages_per_rank}" if self.schedule.startswith("vpp") else ""
-        return f"{axes}, {name}{stages}, {self.microbatches} x {self.samples}, recompute {self.recompute}"
+        return f"{axes}{name}{stages}, {self.microbatches} x {self.samples}, recompute {self.recompute}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,7 @@ def test_a_batch_is_near_and_divisible() -> None:
     assert batch_for(4096 * 512, 4096, 8) == 512
     assert batch_for(4096 * 7, 4096, 8) == 7
     assert batch_for(1, 4096, 8) == 1
+    assert batch_for(1e6, 8192, 8) == 128, "1M is meant roughly: 122 would leave 61 microbatches"
 
 
 @pytest.mark.parametrize(("source", "gpus", "batch"), [("qwen3-30b-a3b", 32, 64), ("5b", 4, 16)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from moeclipse.core.config import Given, nearest, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.cost.step_bytes import StateBytes
 from moeclipse.hf.config_file import is_model_folder
-from moeclipse.plan.layouts import Nearest, Plan, Request, candidates_of
+from moeclipse.plan.layouts import Nearest, Plan, Request, fits
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.shapes import SHAPES, shape_values
 from moeclipse.train.presets import merge, preset_names
@@ -19,8 +20,12 @@ from moeclipse.train.presets import merge, preset_names
 if TYPE_CHECKING:
     import torch
 
-LEAST_WRONG = 0.01
+MORE_GPUS = tuple(2**n for n in range(1, 9))
+"""Times as many, that are asked about where nothing fits."""
+LEAST_WRONG = 0.05
 """A batch may be so far from what was asked for, as a share, to be divisible by many ranks."""
+MICROBATCHES = 8
+"""And by so many for each."""
 LESS_STATE = ({"optim.state": "8bit"}, {"optim.state": "8bit", "optim.master": "low-bits"})
 
 
@@ -66,16 +71,17 @@ def state_of(config: TrainConfig, held: torch.dtype | None = None) -> StateBytes
     return StateBytes(weight=held.itemsize, gradient=gradient, shard=per_element(config.optim, held))
 
 
+def says_batch(source: str) -> bool:
+    """Whether a file or a preset says how many tokens a step has."""
+    return Path(source).suffix == ".toml" or (source in preset_names() and source not in SHAPES)
+
+
 def batch_for(tokens: float, sequence: int, num_gpus: int) -> int:
     """Sequences of a step: near to what was asked for, and divisible by as many ranks as can be."""
     wanted = max(round(tokens / sequence), 1)
-    step = num_gpus
-    while step > 1:
-        batch = max(round(wanted / step), 1) * step
-        if abs(batch - wanted) <= LEAST_WRONG * wanted:
-            return batch
-        step = step // 2 if step % 2 == 0 else 1
-    return wanted
+    wrong = int(LEAST_WRONG * wanted)
+    near = range(wanted - wrong, wanted + wrong + 1)
+    return max(near, key=lambda batch: (math.gcd(batch, MICROBATCHES * num_gpus), -abs(batch - wanted)))
 
 
 def values_of(plan: Plan, batch: int, sequence: int) -> dict[str, object]:
@@ -121,23 +127,22 @@ def what_would_fit(request: Request, config: TrainConfig, nearest_one: Nearest) 
         f"{nearest_one.peak / 2**30:.1f} GiB of {nearest_one.room / 2**30:.1f} that may be taken of {device}"
     ]
     for changes in LESS_STATE:
-        changed = with_values(config, changes)
-        if fits(replace(request, state=state_of(changed))):
+        if fits(replace(request, state=state_of(with_values(config, changes)))):
             lines.append("it would fit with " + flags_of(changes))
             break
-    for factor in (2, 4, 8, 16):
-        if fits(replace(request, num_gpus=factor * request.num_gpus)):
-            lines.append(f"it would fit on {factor * request.num_gpus} GPUs")
-            break
-    if len(lines) == 1:
-        lines.append(
-            "neither narrow optimizer states nor 16 times as many GPUs would do: take shorter sequences"
-        )
+    enough = next((n * request.num_gpus for n in MORE_GPUS if fits(grown(request, n))), 0)
+    if enough:
+        lines.append(f"it would fit on {enough:,} GPUs")
+    elif len(lines) == 1:
+        most = MORE_GPUS[-1] * request.num_gpus
+        lines.append(f"it would not fit on {most:,} GPUs either: take shorter sequences (--seq-len)")
     return lines
 
 
-def fits(request: Request) -> bool:
-    return any(each.peak <= request.room(each.layout) for each in candidates_of(request))
+def grown(request: Request, factor: int) -> Request:
+    """On more GPUs, with at least as many sequences."""
+    num_gpus = factor * request.num_gpus
+    return replace(request, num_gpus=num_gpus, batch=max(request.batch, num_gpus))
 
 
 def flags_of(values: Mapping[str, object]) -> str:
