@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_learner import configure
 
-from moeclipse.comm.async_ops.lane import Ready, Then
+from moeclipse.comm.async_ops.lane import Lane, Ready, Then, Transfer
 from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.report.intervals import split_step
 from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.config import TrainConfig
 from moeclipse.train.observe import step_times
 from moeclipse.train.observe.step_times import StepTimes, StepTold, gather_splits, mean_times, split_of
+from moeclipse.train.step.learner import Learner
 
 
 def split(mesh: Mesh, skew: float, known: bool) -> tuple[float, float]:
@@ -89,6 +93,62 @@ def test_one_message_a_step_that_nobody_waits_for(launches: int, more: int) -> N
             assert ranks["straggle_ms"] == pytest.approx([2000.0 if step % 2 == 0 else 0.0, 0.0]), step
             assert ranks["rows"] == [step, step + 1]
             assert times["step_ms"] == pytest.approx(6000.0)
+
+
+class Counted:
+    """Transfers of one rank, and which of them its host waits for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.launched, self.behind, self.waited = list[str](), list[str](), list[str]()
+        launch, block = Lane.launch, Transfer._block
+
+        def launched(lane: Lane, group: Any, label: str, *rest: Any, **more: Any) -> Any:
+            self.launched.append(label)
+            if not lane.recorder.active:
+                self.behind.append(label)
+            return launch(lane, group, label, *rest, **more)
+
+        def waited(transfer: Any, patience_s: float | None) -> None:
+            self.waited.append(transfer._op.label)
+            block(transfer, patience_s)
+
+        patch.setattr(Lane, "launch", launched)
+        patch.setattr(Transfer, "_block", waited)
+
+
+def counted(mesh: Mesh, config: TrainConfig) -> tuple[list[str], list[str], int, int]:
+    """Of the fourth step, in which all is settled: what ends it, what is behind it; launches, waits."""
+    learner = Learner(config, mesh)
+    for step in range(3):
+        learner.step(step)
+    with pytest.MonkeyPatch.context() as patch:
+        found = Counted(patch)
+        learner.step(3)
+        at_end = [label for label in found.launched if "microbatch" not in label]
+        now = [label for label in found.waited if label != MESSAGE]  # it is asked for a step later
+    return at_end, found.behind, len(found.launched), len(now)
+
+
+MESSAGE = "exchange of step times"
+COUNTS = {
+    "experts": ({}, {}, "exchange of expert loads", 19),
+    "copies": ({}, {"dp": 2}, "exchange of expert loads", 5),
+    "stages": ({"pipeline.schedule": "1f1b"}, {"pp": 2}, "loads of all stages", 5),
+}
+
+
+@pytest.mark.parametrize("layout", COUNTS)
+def test_a_step_sends_one_message_of_measurement_and_waits_for_none(layout: str, tmp_path: Path) -> None:
+    """All others bring what the step itself needs: before, each group of the mesh sent one, and all were
+    waited for (38 transfers and waits of two microbatches over experts, which are 35 and 34 now)."""
+    changes, axes, loads, num = COUNTS[layout]
+    text = tmp_path / "text.txt"
+    text.write_text("So many words to learn from, again and again.\n" * 60)
+    config = configure(text, **{"model.num_layers": 2, "optim.accumulate": 1, **changes})
+    for at_end, behind, launched, waits in run_ranks(2, counted, config, **axes):
+        assert at_end == ["exchange of step results", loads, MESSAGE]
+        assert behind == [MESSAGE]
+        assert (launched, waits) == (num, num - 1)
 
 
 def of_all(mesh: Mesh) -> dict[str, list[float]]:
