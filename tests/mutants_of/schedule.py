@@ -217,4 +217,28 @@ self.layers), initial=0)
         "the second half of the ranks begins with the far direction",
         "the pipeline stands still",
     ),
+    Mutant(
+        "schedule/folded.py",
+        "while left[rank] and (ready > now[rank] or (not back and held[rank] >= limit)):",
+        "while left[rank] and ready > now[rank]:",
+        "schedule/test_folded.py::test_with_little_room_a_fold_is_a_fifth_faster_than_one_stage_a_rank",
+        "dW gives no activations back where the budget is used up",
+        "orders that would keep it are given up",
+    ),
+    Mutant(
+        "schedule/folded.py",
+        "        if not back and held[rank] >= limit:\n            return None\n",
+        "",
+        "schedule/test_folded.py::test_any_budget_is_kept_with_any_number_of_stages",
+        "an order that has no room goes on",
+        "a run that was told what fits runs out of memory",
+    ),
+    Mutant(
+        "schedule/folded.py",
+        "order[:2] < best[0]",
+        "order[:2] > best[0]",
+        "schedule/test_folded.py::test_with_little_room_a_fold_is_a_fifth_faster_than_one_stage_a_rank",
+        "the longest order is taken",
+        "a step takes half as long again",
+    ),
 )

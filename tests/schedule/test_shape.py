@@ -46,6 +46,8 @@ def test_placements() -> None:
     assert [dual.next_stage(s) for s in range(6)] == [1, 2, None, 4, 5, None]
     assert [dual.previous_stage(s) for s in range(6)] == [None, 0, 1, None, 3, 4]
     assert (dual.stages_per_chain, vee.stages_per_chain) == (3, 6)
+    assert StagePlacement.folded(3, 3).rank_of == (0, 1, 2, 2, 1, 0, 0, 1, 2)
+    assert StagePlacement.folded(3, 2) == vee
 
 
 def test_chains_share_the_microbatches() -> None:

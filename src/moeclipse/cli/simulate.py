@@ -71,7 +71,7 @@ class SimulateConfig:
     imbalance: float | None = None
     """Of a run: rows of the busiest rank, in mean ranks; 1.1 unless given."""
     stages_per_rank: int | None = None
-    """For schedules that have a choice (vpp, vpp+1); default 2."""
+    """For schedules that have a choice: vpp and vpp+1, default 2; zb-m, default 1."""
     group_size: int | None = None
     """Of vpp and vpp+1: microbatches that pass a stage before the rank's next one begins."""
     budget: int | None = None

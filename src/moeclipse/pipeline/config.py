@@ -24,6 +24,8 @@ Schedule = Literal[
     "layers",
 ]
 IN_GROUPS = ("vpp", "vpp+1")
+MANY_STAGES = ("vpp", "vpp+1", "zb-m")
+"""Schedules that take any number of stages a rank."""
 PAIRED = ("pp1", "1f1b-pairs", "vpp+1", "dualpipe", "dualpipev")
 """Schedules in which the forward of one microbatch stands beside the backward of another."""
 MIRRORED = ("dualpipe",)
@@ -41,7 +43,7 @@ class PipelineConfig:
     """pair: forward of one microbatch under backward of another; +self: warm-up and cool-down, too; auto:
     what is predicted to be clearly faster than off, and a schedule that goes with it."""
     layers_per_virtual_stage: int | Literal["auto"] = "auto"
-    """vpp: layers of one stage, of which a rank has several; auto: two stages for each rank."""
+    """vpp, zb-m: layers of one stage, of which a rank has several; auto: two stages a rank, of zb-m one."""
     group_size: int | Literal["auto"] = "auto"
     """vpp: microbatches that pass a stage before the rank's next one begins (Megatron's microbatch group
     size), at least pp; the last group may be shorter. auto: groups of pp or a little more, all alike."""

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.core.shares import even_bounds
-from moeclipse.pipeline.config import MIRRORED, PipelineConfig
+from moeclipse.pipeline.config import MANY_STAGES, MIRRORED, PipelineConfig
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.launch import StepShape
@@ -105,7 +105,7 @@ def stages_per_rank(config: PipelineConfig, name: str, num_layers: int, num_rank
         return max(len(config.layers) // num_ranks, 1)
     if name == "layers":
         return num_layers
-    if config.layers_per_virtual_stage == "auto" or not name.startswith("vpp"):
+    if config.layers_per_virtual_stage == "auto" or name not in MANY_STAGES:
         return default_stages_per_rank(name)
     return max(num_layers // (num_ranks * config.layers_per_virtual_stage), 1)
 

@@ -4,6 +4,7 @@ A rank may hold `budget` microbatches: forward takes one, dW gives it back. Orde
 rank takes dX as soon as it can, a forward where the budget has room, and fills waits with dW. How long a wait
 must be to be worth a dW, and whether forwards or dX go first, is tried; the shortest order wins, and with
 room for it zb-h1 and zb-h2 are tried, too. Small budgets get what they allow: 1 is one microbatch at a time.
+With several stages a rank the model is folded over the ranks (`schedule/folded`).
 
 Contract: a pure function of its arguments, so all ranks find the same order. The clock is the simulator's
 where transfers take no time (`sim/engine`): `tests/schedule/test_budget.py` holds them together.
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
+from moeclipse.schedule.folded import folded_order
 from moeclipse.schedule.legal import require_legal
 from moeclipse.schedule.op import Op, Program, forward, input_grad, pipeline_program, weight_grad
 from moeclipse.schedule.shape import StagePlacement
@@ -138,13 +140,19 @@ class _Clock:
 
 
 def zb_m(
-    num_ranks: int, num_microbatches: int, budget: int = 0, seconds: ActionSeconds | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    budget: int = 0,
+    seconds: ActionSeconds | None = None,
+    stages_per_rank: int = 1,
 ) -> Program:
-    """`budget` in microbatches of a rank; 0: as many as there are ranks."""
-    require_legal("zb-m", num_ranks, num_microbatches, 1)
-    P, M, limit = num_ranks, num_microbatches, budget or num_ranks
+    """`budget` in microbatches of a rank; 0: as many as there are ranks. `seconds`: of one stage a rank."""
+    require_legal("zb-m", num_ranks, num_microbatches, stages_per_rank)
+    P, M, V, limit = num_ranks, num_microbatches, stages_per_rank, budget or num_ranks
     if limit < 1:
         raise ScheduleError(f"zb-m needs a budget of at least one microbatch, but got {budget}")
+    if V > 1:
+        return pipeline_program("zb-m", folded_order(P, M, V, limit), StagePlacement.folded(P, V), M)
     return pipeline_program("zb-m", _best(P, M, limit, seconds or ActionSeconds()), StagePlacement.loop(P), M)
 
 

@@ -56,7 +56,7 @@ def build(
     V = default_stages_per_rank(name) if stages_per_rank is None else stages_per_rank
     require_legal(name, num_ranks, num_microbatches, V)
     if name == "zb-m":
-        return zb_m(num_ranks, num_microbatches, budget)
+        return zb_m(num_ranks, num_microbatches, budget, stages_per_rank=V)
     if name in IN_GROUPS:
         return IN_GROUPS[name](num_ranks, num_microbatches, V, group_size)
     if name in ONE_STAGE:

@@ -42,7 +42,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "vpp+1": (),
     "zb-h1": (ONE_STAGE,),
     "zb-h2": (ONE_STAGE,),
-    "zb-m": (ONE_STAGE,),
+    "zb-m": (),
     "zb-v": (TWO_STAGES,),
     "dualpipe": (
         TWO_STAGES,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import Literal
 
 from moeclipse.core.errors import ScheduleError
@@ -62,8 +62,14 @@ class StagePlacement:
     @staticmethod
     def vee(num_ranks: int) -> StagePlacement:
         """Two stages per rank: down the ranks and back up, so the last stage sits on rank 0."""
+        return StagePlacement.folded(num_ranks, 2)
+
+    @staticmethod
+    def folded(num_ranks: int, stages_per_rank: int) -> StagePlacement:
+        """Down the ranks, back up, down again."""
         down = tuple(range(num_ranks))
-        return StagePlacement(num_ranks=num_ranks, rank_of=down + down[::-1])
+        ways = (down if way % 2 == 0 else down[::-1] for way in range(stages_per_rank))
+        return StagePlacement(num_ranks=num_ranks, rank_of=tuple(chain.from_iterable(ways)))
 
     @staticmethod
     def dual(num_ranks: int) -> StagePlacement:

@@ -96,6 +96,7 @@ def test_stages_over_ranks(corpus: str, schedule: str, tied: bool) -> None:
 ORDERS: tuple[dict[str, Any], ...] = (
     {"pipeline.schedule": "zb-h2"},
     {"pipeline.schedule": "zb-m", "pipeline.budget": 3},
+    {"pipeline.schedule": "zb-m", "pipeline.budget": 2, "pipeline.layers_per_virtual_stage": 1},
 )
 FURTHER: tuple[dict[str, Any], ...] = (
     {"pipeline.schedule": "vpp"},
@@ -120,6 +121,20 @@ def test_orders_of_any_number_of_microbatches(
     changes |= {"optim.accumulate": 5, "data.batch_size": 20}
     groups = {"pipeline.schedule": "vpp", "pipeline.group_size": pp + 1}
     several = [{**changes, **order} for order in (groups, *orders)]
+    check_several(corpus, 4, several, {"pp": pp})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("pp", "stages"), [(2, 3), (2, 4), (4, 3)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_is_folded_over_the_ranks(corpus: str, pp: int, stages: int, tied: bool) -> None:
+    """The last stage is on the last rank of an odd fold, and on the first of an even one."""
+    changes = {**BASE, **MODELS["softmax"], "model.num_layers": pp * stages, "model.tie_embeddings": tied}
+    changes |= {"pipeline.schedule": "zb-m", "pipeline.layers_per_virtual_stage": 1}
+    several = [
+        {**changes, "pipeline.budget": budget, "pipeline.recompute": recompute}
+        for budget, recompute in ((1, "off"), (2, "mlp"))
+    ]
     check_several(corpus, 4, several, {"pp": pp})
 
 
