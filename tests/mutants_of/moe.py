@@ -199,4 +199,20 @@ MUTANTS = (
         "a rank whose experts fail leaves what all measure together",
         "a run that is over hangs, or mixes up what ranks tell each other, before its summary is written",
     ),
+    Mutant(
+        "moe/experts/served.py",
+        "return sums + more, Parts(own=saved, guests=guests, rows=pairs)",
+        "return sums, Parts(own=saved, guests=guests, rows=pairs)",
+        "moe/experts/test_served.py::test_by_kernels",
+        "what guests compute by kernels is not added",
+        "tokens of hot experts lose a part of their output",
+    ),
+    Mutant(
+        "moe/experts/served.py",
+        "return [d_rows_RD + more_RD], torch.cat([d_score_M, scores_M]), pending",
+        "return [d_rows_RD], torch.cat([d_score_M, scores_M]), pending",
+        "moe/experts/test_served.py::test_by_kernels",
+        "gradients of rows that guests computed by kernels are left out",
+        "layers below learn from a part of the tokens of hot experts",
+    ),
 )

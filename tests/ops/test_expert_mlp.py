@@ -98,7 +98,7 @@ def test_a_refusal_on_a_device_is_told(
     change: dict[str, Any], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_mlp, "device_fits", lambda _: True)
-    tiled: Any = SimpleNamespace(tiles_3C=torch.zeros(3, 1))
+    tiled: Any = SimpleNamespace(tiles_3C=torch.zeros(3, 1), num_rows=4)
     weight = torch.zeros(3, 16, width, dtype=torch.bfloat16)
     rows: Any = Rows(**change)
     with pytest.warns(UserWarning, match="run in plain torch: the kernels take bf16 and fp16"):
@@ -111,6 +111,8 @@ def test_no_rows_and_no_device_are_no_reason_to_warn(recwarn: pytest.WarningsRec
     grouping = group_rows(torch.zeros(0, 2, dtype=torch.int64), E)
     empty: Any = Rows(count=0)
     assert not expert_mlp.mlp_fits(empty, torch.zeros(3, 16, 16), grouping)
+    rows_without_pairs: Any = Rows()
+    assert not expert_mlp.mlp_fits(rows_without_pairs, torch.zeros(3, 16, 16), grouping)
     assert not expert_mlp.mlp_fits(torch.zeros(4, 16), torch.zeros(3, 16, 16), grouping)
     assert not recwarn.list
 

@@ -40,6 +40,7 @@ from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
 from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts, visit_local
+from moeclipse.moe.experts.protocols import PairExperts
 from moeclipse.moe.experts.served import with_guests
 from moeclipse.moe.experts.shared import shared_expert, shared_of, visit_traced
 from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
@@ -432,25 +433,25 @@ class MoE(nn.Module):
         known = None if call is None else call.decided
         learns = self.training and known is None and running_backward() == NO_BACKWARD
         given = (routing, dispatcher, pairwise, self.mesh, where)
-        plain = padded if whole and taken is None else None
+        plain = padded if whole else None
         decision = policy.decide(*given, learns=learns, decided=known, plain=plain)
         on_device = on_device and plans_on_device(routing.scores_TK)
         told = (decision, routing, dispatcher, policy.hosts, where)
         plan, staying = plan_exchange(*told, loads=loads, on_device=on_device)
         if learns:
             policy.learn(decision, plan)
-        by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
         if call is not None:
             call.decided = decision.decided
+        top_k = routing.expert_ids_TK.shape[1]
+        computes: PairExperts = padded if taken is None else FusedExperts(taken, top_k)
         if decision.guests is not None:
-            pairwise = padded = with_guests(padded, dispatcher)
-        lent = decision.shadows is not None
+            pairwise, computes = with_guests(padded, computes, dispatcher)
         return LayerCall(
             plan=plan,
             programs=decision.programs,
-            experts=by_kernels or padded,
+            experts=computes,
             out_width=self.experts.out_width,
-            shadows=shadows_of(decision, staying, pairwise, dispatcher, where) if lent else None,
+            shadows=shadows_of(decision, staying, pairwise, dispatcher, where) if decision.shadows else None,
             num_inputs=len(inputs),
             watch=decision.watch,
         )

@@ -200,7 +200,7 @@ def narrow(
 
 def mlp_fits(rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping) -> bool:
     """Whether the kernels take these operands; on CUDA a refusal is told once."""
-    if not rows.is_cuda or len(rows) == 0:
+    if not rows.is_cuda or len(rows) == 0 or grouping.num_rows == 0:
         return False
     fits = (
         grouping.tiles_3C is not None

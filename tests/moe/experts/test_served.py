@@ -35,9 +35,16 @@ SOME: Wanted = {0: (1, 3), 3: (0,), 6: (2,), 7: (0, 2)}
 
 
 def served(
-    mesh: Mesh, gate: GateConfig, sizes: list[int], wanted: Wanted, more: dict[str, Any], num_experts: int = 8
+    mesh: Mesh,
+    gate: GateConfig,
+    sizes: list[int],
+    wanted: Wanted,
+    more: dict[str, Any],
+    num_experts: int = 8,
+    kernels: bool = False,
 ) -> dict:
     moe = make(gate, num_experts, 1, mesh, **more)
+    moe.fused = True if kernels else None
     asked: list[ShadowQuestion] = []
 
     def policy(call: ShadowQuestion) -> ShadowPlan:
@@ -59,17 +66,23 @@ def parity(
     wanted: Wanted, dp: int = 1, ep: int = 4, gate: GateConfig | None = None, sizes: Any = None, **more: Any
 ) -> None:
     gate, sizes = gate or GateConfig(top_k=3, z_loss=0.1), sizes or [5, 0, 9, 4][: dp * ep]
+    kernels = more.pop("kernels", False)
     placement = more.pop("placement", None)
     settings_of = lend("off", **more)
     reference = run_alone(served, gate, [sum(sizes)], wanted, settings_of)
     if placement is not None:
         settings_of = {**settings_of, "placement": placement}
-    results = run_ranks(dp * ep, served, gate, sizes, wanted, settings_of, dp=dp)
+    results = run_ranks(dp * ep, served, gate, sizes, wanted, settings_of, 8, kernels, dp=dp)
     compare(results, reference, dp, ep)
 
 
 def test_rows_of_others_change_nothing() -> None:
     parity(SOME, schedule="smart", chunks=2)
+
+
+@pytest.mark.parametrize("wanted", [SOME, ALL], ids=["some", "all"])
+def test_by_kernels(wanted: Wanted) -> None:
+    parity(wanted, schedule="smart", chunks=2, kernels=True)
 
 
 @pytest.mark.full
@@ -122,13 +135,15 @@ def beside_replicas(mesh: Mesh, table: Placement | None) -> tuple[dict, bool]:
     sizes=st.lists(st.integers(0, 7), min_size=4, max_size=4),
     wanted=st.dictionaries(st.integers(0, 7), st.sets(st.integers(0, 3)).map(tuple), max_size=8),
     chunks=st.integers(1, 3),
+    kernels=st.booleans(),
 )
-def test_random_loans(sizes: list[int], wanted: Wanted, chunks: int) -> None:
-    parity(wanted, gate=GateConfig(top_k=2), sizes=sizes, chunks=chunks)
+def test_random_loans(sizes: list[int], wanted: Wanted, chunks: int, kernels: bool) -> None:
+    parity(wanted, gate=GateConfig(top_k=2), sizes=sizes, chunks=chunks, kernels=kernels)
 
 
-def with_main_grad(mesh: Mesh, wanted: Wanted) -> torch.Tensor:
+def with_main_grad(mesh: Mesh, wanted: Wanted, kernels: bool = False) -> torch.Tensor:
     moe = make(GateConfig(top_k=2), 8, 0, mesh, **lend("off"))
+    moe.fused = True if kernels else None
     moe.schedule.shadows.policy = lambda call: call.lend(wanted, serving=True)
     for parameter in (moe.experts.up, moe.experts.down):
         parameter.main_grad = torch.zeros_like(parameter)
@@ -139,8 +154,9 @@ def with_main_grad(mesh: Mesh, wanted: Wanted) -> torch.Tensor:
 
 def test_gradients_reach_main_grad() -> None:
     expected = torch.cat(run_ranks(2, with_main_grad, {}))
-    found = torch.cat(run_ranks(2, with_main_grad, {0: (1,), 5: (0,), 6: (0,)}))
-    assert torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
+    for kernels in (False, True):
+        found = torch.cat(run_ranks(2, with_main_grad, {0: (1,), 5: (0,), 6: (0,)}, kernels))
+        assert torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
     assert expected.abs().max() > 0
 
 
@@ -249,7 +265,7 @@ def test_who_serves() -> None:
     row = torch.empty(0, 12)
     pairs = PairwiseExperts(experts=experts, structure=Structure(), like=[row])
     assert serves(pairs)
-    assert not serves(None), "kernels take them"
+    assert not serves(None), "a pipeline cuts the call into pieces"
     assert not serves(replace(pairs, like=[row, row]))
     assert not serves(replace(pairs, experts=ModuleExperts.__new__(ModuleExperts)))
     assert not serves(replace(pairs, experts=PadToCapacity(experts, 3)))

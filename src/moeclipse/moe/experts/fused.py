@@ -93,9 +93,10 @@ class FusedSaved:
 class FusedExperts:
     """`PairExperts` of one unit; wgrad goes through `Experts.wgrad` like any other."""
 
-    def __init__(self, experts: Experts, top_k: int) -> None:
-        self.experts = experts
-        self.most = min(top_k, len(experts.ids))
+    def __init__(self, experts: Experts, top_k: int, lent: Sequence[torch.Tensor] = ()) -> None:
+        """`lent`: the weights of other ranks' experts, to compute with instead."""
+        self.experts, self.top_k, self.lent = experts, top_k, lent
+        self.most = min(top_k, len(lent[0]) if lent else len(experts.ids))
         """Pairs that a row can have here."""
 
     @property
@@ -141,7 +142,7 @@ class FusedExperts:
     ) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights, Grouping, Activation]:
         (rows_RD,) = rows
         grouping = grouping or group_arrived(index_M, counts, len(rows_RD), self.most)
-        numbers = [in_type(weight, rows_RD.dtype) for weight in self.experts.operands]
+        numbers = [in_type(weight, rows_RD.dtype) for weight in self.lent or self.experts.operands]
         weights = ExpertWeights.of(numbers, self.experts.operand_names, self.experts.scale)
         return rows_RD, score_M, weights, grouping, self.experts.activation
 

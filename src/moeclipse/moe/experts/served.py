@@ -7,6 +7,8 @@ Which rank is lent what for this step, `balance/serving` decides; rows then trav
 replica's. A unit's pairs come sorted by slot, so those of guests stand behind the rank's own, and both parts
 go through the experts one after the other: with their own weights, and with those that came.
 
+By kernels (`FusedWithGuests`) both parts read the same rows, and their sums for each row are added.
+
 Contract. Plain experts whose rows are one vector each (`serves`). What forward keeps of guests holds their
 weights; nothing of them is ever a parameter.
 """
@@ -23,8 +25,9 @@ from torch import nn
 from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.exchange.dispatch import Dispatcher
+from moeclipse.moe.experts.fused import FusedExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
-from moeclipse.moe.experts.protocols import ExpertSet
+from moeclipse.moe.experts.protocols import ExpertSet, PairExperts
 from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.ops.precision import WIDE
@@ -38,10 +41,13 @@ def serves(pairs: PairwiseExperts | None) -> bool:
     return isinstance(pairs.experts, Experts) and not pairs.experts.frozen
 
 
-def with_guests(pairs: PairwiseExperts, dispatcher: Dispatcher) -> PairwiseExperts:
-    """With places for what this rank is lent behind its own slots."""
-    own = len(dispatcher.placement.slots[dispatcher.group.index])
-    return replace(pairs, experts=ServedExperts(pairs.experts, own))
+def with_guests(
+    pairs: PairwiseExperts, computes: PairExperts, dispatcher: Dispatcher
+) -> tuple[PairwiseExperts, PairExperts]:
+    """Both with places for what this rank is lent behind its own slots; `computes` may be kernels."""
+    served = ServedExperts(pairs.experts, len(dispatcher.placement.slots[dispatcher.group.index]))
+    pairs = replace(pairs, experts=served)
+    return pairs, FusedWithGuests(computes, served) if isinstance(computes, FusedExperts) else pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +75,25 @@ class ServedExperts:
     def out_width(self) -> int:
         return self.experts.out_width
 
+    def cut(self, counts: Sequence[int]) -> tuple[list[int], list[int], int]:
+        """(pairs of each own expert, of each guest, of all own ones)."""
+        own, others = list(counts[: self.num_own]), list(counts[self.num_own :])
+        return own, others, sum(own)
+
+    def weights_lent(self) -> torch.Tensor:
+        """Of the guests, a row each, once they are here."""
+        assert self.lent is not None, "weights have been sent for"
+        return self.lent.get()
+
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Parts]:
         assert shadows is None, "guests are slots of their own"
-        assert self.lent is not None, "weights have been sent for"
-        own, others = list(counts[: self.num_own]), list(counts[self.num_own :])
-        rows = sum(own)
+        own, others, rows = self.cut(counts)
         y, saved = self.experts.forward(x[:rows], own)
         if not others:
             return y, Parts(own=saved, guests=None, rows=rows)
-        z, guests = self.experts.forward(x[rows:], others, self.lent.get())
+        z, guests = self.experts.forward(x[rows:], others, self.weights_lent())
         return torch.cat([y, z]), Parts(own=saved, guests=guests, rows=rows)
 
     def dgrad(self, dy: torch.Tensor, saved: Parts) -> tuple[torch.Tensor, Parts]:
@@ -105,6 +119,65 @@ class ServedExperts:
         self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
     ) -> None:
         self.experts.add_shadow_grads(slots, rows, weight_grads)
+
+
+class FusedWithGuests:
+    """`PairExperts` by kernels, with guests behind a rank's own slots."""
+
+    def __init__(self, fused: FusedExperts, served: ServedExperts) -> None:
+        self.fused, self.experts = fused, served
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        return self.fused.weights
+
+    def forward(
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
+    ) -> tuple[torch.Tensor, Parts]:
+        own, others, pairs = self.experts.cut(counts)
+        sums, saved = self.fused.forward(rows, index_M[:pairs], own, score_M[:pairs])
+        if not others:
+            return sums, Parts(own=saved, guests=None, rows=pairs)
+        more, guests = self._guests().forward(rows, index_M[pairs:], others, score_M[pairs:])
+        return sums + more, Parts(own=saved, guests=guests, rows=pairs)
+
+    def recompute(
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
+    ) -> Parts:
+        own, others, pairs = self.experts.cut(counts)
+        saved = self.fused.recompute(rows, index_M[:pairs], own, score_M[:pairs])
+        given = (rows, index_M[pairs:], others, score_M[pairs:])
+        return Parts(own=saved, guests=self._guests().recompute(*given) if others else None, rows=pairs)
+
+    def _guests(self) -> FusedExperts:
+        experts = self.fused.experts
+        lent = [weight.contiguous() for weight in experts.unflatten(self.experts.weights_lent())]
+        return FusedExperts(experts, self.fused.top_k, lent)
+
+    def dgrad(
+        self, d_partial_RO: torch.Tensor, saved: Parts
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor, Parts]:
+        (d_rows_RD,), d_score_M, own = self.fused.dgrad(d_partial_RO, saved.own)
+        if saved.guests is None:
+            return [d_rows_RD], d_score_M, Parts(own=own, guests=None, rows=saved.rows)
+        (more_RD,), scores_M, guests = self.fused.dgrad(d_partial_RO, saved.guests)
+        assert d_rows_RD is not None
+        assert more_RD is not None
+        pending = Parts(own=own, guests=guests, rows=saved.rows)
+        return [d_rows_RD + more_RD], torch.cat([d_score_M, scores_M]), pending
+
+    def wgrad(
+        self, pending: Sequence[Parts], begun: Grads = (), wanted: Sequence[bool] | None = None
+    ) -> Grads:
+        return self.experts.wgrad(pending, begun, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,21 +230,26 @@ class ServedGrads:
     def __init__(self, kept: ServedKept, pairs: Any) -> None:
         self.kept, self.shadows = kept, kept.shadows
         self.experts: ServedExperts = pairs.experts  # those that forward had
-        self.grads: torch.Tensor | None = None
+        self.grads: list[torch.Tensor] | None = None
+        """Of each weight all guests' in one piece: kernels add to no other."""
 
     def collect(self, pending: Sequence[Parts], like: torch.Tensor) -> None:
         """Weight gradients of some units' guests."""
         if self.grads is None:
-            self.grads = like.new_zeros(self.kept.shape, dtype=WIDE[self.kept.dtype])
+            wide, num = WIDE[self.kept.dtype], self.kept.shape[0]
+            self.grads = [like.new_zeros((num, *w.shape[1:]), dtype=wide) for w in self.experts.weights]
+        wanted = [weight.requires_grad for weight in self.experts.weights]
         for parts in pending:
             if parts.guests is not None:
-                self.experts.shadow_wgrad(parts.guests, self.grads)
+                into = zip(self.grads, wanted, strict=True)
+                parts.guests.add_to(*(grad if asked else None for grad, asked in into))
 
     def return_grads(self) -> InFlight[torch.Tensor]:
         shadows, label = self.shadows, f"shadow gradients, {self.kept.where}"
         counts = (shadows.receive_counts, shadows.send_counts)
         assert self.grads is not None, "the last weight gradients stand before this"
-        self.returned: InFlight[torch.Tensor] = self.kept.transport.all_to_all(self.grads, *counts, label)
+        rows = torch.cat([grad.flatten(1) for grad in self.grads], dim=1)
+        self.returned: InFlight[torch.Tensor] = self.kept.transport.all_to_all(rows, *counts, label)
         return self.returned
 
     def add_grads(self, weight_grads: Sequence[torch.Tensor | None]) -> None:

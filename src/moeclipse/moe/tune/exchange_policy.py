@@ -159,8 +159,7 @@ class ExchangeSchedule:
     ) -> Decision:
         """How the rows of one call travel, and which experts have shadows.
 
-        `plain`: what computes the rows, where the call runs in one go and no kernels take it: its shadows may
-        serve other ranks, too.
+        `plain`: what computes the rows, where the call runs in one go: its shadows may serve others, too.
         `learns`: the call may be timed and counted. `decided`: what an earlier call decided that is now
         repeated; nothing is learned from it.
         """
