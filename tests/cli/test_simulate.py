@@ -147,6 +147,7 @@ def test_torch_is_not_imported() -> None:
         (["--costs", "unit", "--recompute", "full"], "--recompute speaks of layers"),
         (["--costs", "unit", "--overlap", "pair"], "--overlap speaks of layers"),
         (["--costs", "unit", "--chunks", "2"], "--chunks speaks of layers"),
+        (["--overlap", "pair", "--schedule", "1f1b"], "--overlap pair changes nothing: 1f1b has no pairs"),
         (["--overlap", "pair", "--chunks", "2"], "--chunks cuts what overlaps with itself"),
         (["--overlap", "off", "--split", "layer"], "--split cuts what overlaps with itself"),
         (["--memory-limit", "0"], r"--memory-limit \(0.0\) must be a positive number"),

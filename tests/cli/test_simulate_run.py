@@ -199,6 +199,22 @@ def test_bad_microbatches_are_refused(file: Path) -> None:
         main(["--config", str(file), "--microbatches", "0"])
 
 
+def test_a_schedule_brings_its_own_options(capsys: pytest.CaptureFixture[str], file: Path, run: Path) -> None:
+    """A budget goes with zb-m, whatever schedule the file names; prices stay those of the run that was."""
+    out = printed(capsys, str(file), "--schedule", "zb-m", "--budget", "1", "--overlap", "off")
+    assert out.startswith("zb-m: ")
+    with pytest.raises(ConfigError, match=r"pipeline.budget \(1\) is for pipeline.schedule = 'zb-m'"):
+        main([str(file), "--budget", "1"])
+    with pytest.raises(ConfigError, match="needs a schedule with pairs, and 1f1b has none"):
+        main([str(file), "--schedule", "1f1b", "--overlap", "pair"])
+    assert printed(capsys, str(run), "--schedule", "zb-v").startswith("zb-v: ")
+    terms = RunTerms(changes={"pipeline.schedule": ("--schedule", "vpp+1")})
+    found = load_run(run, terms)
+    assert found.measured is not None
+    assert (found.config.pipeline.schedule, found.measured.schedule) == ("vpp+1", "dualpipev")
+    assert found.answer("dualpipev").summary == load_run(run, RunTerms()).answer("dualpipev").summary
+
+
 def test_what_two_options_would_say_is_refused(file: Path) -> None:
     with pytest.raises(ConfigError, match="--device says what ops take; so does --costs"):
         main([str(file), "--costs", "deepseek-v3", "--device", "h100"])

@@ -29,6 +29,7 @@ from moeclipse.core.outside import read_text, told_of
 from moeclipse.core.steps import nth_window
 from moeclipse.cost.file import load_costs
 from moeclipse.cost.model import UNIT
+from moeclipse.pipeline.config import PAIRED
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.grid import format_grid
 from moeclipse.schedule.legal import SCHEDULES
@@ -162,6 +163,11 @@ def refuse_idle(config: SimulateConfig, source: Path | None) -> None:
         names: tuple[str, ...] = ("schedule", "ranks", "microbatches", "stages_per_rank")
         names += ("group_size", "budget")
         _refuse(config, dict.fromkeys(names, "would choose an order"), "--from-csv brings its own")
+    if config.overlap == "pair" and source is None and config.schedule not in (None, *PAIRED):
+        raise ConfigError(
+            f"--overlap pair changes nothing: {config.schedule} has no pairs; take off, pair+self, or one of "
+            f"{', '.join(PAIRED)}"
+        )
     if config.overlap in ("off", "pair"):
         _refuse(
             config,
@@ -195,6 +201,7 @@ def _simulate_run(console: Console, config: SimulateConfig, path: Path) -> None:
         raise ConfigError(f"there is no file {path}; give the folder of a run, or a configuration")
     from moeclipse.cli import simulate_run  # needs torch, which nothing else here does
 
+    of_schedule = (config.overlap, config.group_size, config.budget) != (None, None, None)
     terms = simulate_run.RunTerms(
         num_ranks=config.ranks,
         costs=config.costs,
@@ -202,6 +209,8 @@ def _simulate_run(console: Console, config: SimulateConfig, path: Path) -> None:
         far=config.link,
         imbalance=config.imbalance,
         changes={
+            # Options that only some schedules take are judged with the one that is asked for.
+            "pipeline.schedule": ("--schedule", config.schedule if of_schedule else None),
             "optim.accumulate": ("--microbatches", config.microbatches),
             "pipeline.recompute": ("--recompute", config.recompute),
             "pipeline.overlap": ("--overlap", config.overlap),

@@ -119,6 +119,10 @@ def load_run(path: Path, terms: RunTerms) -> RunStep:
     given, strange = table_layer(TrainConfig, source.settled, CHOICES)
     changed = {key: Given(value, flag) for key, (flag, value) in terms.changes.items() if value is not None}
     config = merge(source.config, flags=given | changed, problems=strange).built.with_warnings()
+    measured = source.measured
+    if measured is not None and "pipeline.schedule" in changed:
+        own = merge(source.config, flags=given, problems=strange).built.with_warnings()
+        measured = replace(measured, schedule=own.pipeline.schedule)
     dp, ep = axes_of(config, source, terms.num_ranks)
     # Another device, other ranks or another microbatch: what was measured says nothing of these.
     as_run = terms.device is None and terms.far is None and terms.num_ranks is None and terms.costs is None
@@ -137,7 +141,7 @@ def load_run(path: Path, terms: RunTerms) -> RunStep:
         step_costs=cluster_costs(config, machine, (dp, ep), imbalance),
         bytes=bytes_of(config, machine, (dp, ep), imbalance),
         memory_limit=limit,
-        measured=source.measured if as_run else None,
+        measured=measured if as_run else None,
     )
 
 

@@ -100,6 +100,8 @@ class Measured:
     compute: float
     communication: float
     window: str
+    schedule: str = ""
+    """That they had; empty: the one of the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ class RunStep:
     memory_limit: float | None = None
     """Most bytes that a rank may take; without `bytes`, activations of a layer for one microbatch."""
     measured: Measured | None = None
-    """Compute and communication of the run's own schedule take so long together, whatever sizes say."""
+    """Compute and communication take so long together under the schedule that ran, whatever sizes say."""
     host_share: float | None = None
     """Of optimizer state that lies on the host; None: as the configuration says, where it names one."""
 
@@ -174,7 +176,7 @@ class RunStep:
         durations = self.step_costs.durations(verified.program)
         if self.measured is None:
             return simulate(verified, costs, durations)
-        own, _ = self.verified(self.config.pipeline.schedule)
+        own, _ = self.verified(self.measured.schedule or self.config.pipeline.schedule)
         scale = scales(own.program, self.step_costs.durations(own.program), self.measured)
         scaled = [
             [seconds * scale[op.lane == COMPUTE] for op, seconds in zip(ops, row, strict=True)]
