@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from test_trainer import configure, whole
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from moeclipse import MoE
 from moeclipse.balance.load import Load
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
@@ -18,7 +20,7 @@ from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
+from moeclipse.train.placement.load_trace import LoadHistory, StepLoad, counts_of
 from moeclipse.train.run.background_writer import Scribe
 from moeclipse.train.step.learner import Learner
 
@@ -28,6 +30,29 @@ def sources(mesh: Mesh, config: TrainConfig) -> tuple[torch.Tensor, list[list[in
     record = learner.step(0)
     mine = [layer.load_E.tolist() for layer in learner.layers]
     return torch.from_numpy(learner.loads.average.rows_LPE.round()), record["load"], mine
+
+
+class Operators(TorchDispatchMode):
+    """Those that are called and make no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [] if func.is_view else [str(func)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_loads_of_all_layers_are_put_together_by_two_launches() -> None:
+    layers = {number: MoE(8, 8, 4, 2) for number in (0, 2)}
+    for number, layer in layers.items():
+        layer.load_E += torch.tensor([1, 2, 3, 4]) * (number + 1)
+    with Operators() as found:
+        counts_L7 = counts_of(layers, 3, 4, torch.device("cpu"))
+    assert counts_L7.tolist() == [[1, 2, 3, 4, 0, 0, 0], [0] * 7, [3, 6, 9, 12, 0, 0, 0]]
+    assert found.names == ["aten.zeros.default", "aten.cat.default"]
+    assert counts_of({}, 0, 4, torch.device("cpu")).shape == (0, 7)
 
 
 @pytest.mark.parametrize(("dp", "tp", "expert_tp"), [(1, 1, "folded"), (2, 1, "folded"), (1, 2, "sharded")])

@@ -79,10 +79,8 @@ class AskedLoad:
         of the whole model; `sharded`: its experts are cut over tp.
         """
         self._layers = layers
-        num_layers, num_experts = shape
-        mine = torch.zeros(num_layers, num_experts + 3, dtype=torch.int64, device=mesh.device)
-        for number, layer in layers.items():
-            mine[number] = torch.cat([layer.load_E, layer.gate.take_seen()])
+        num_layers = shape[0]
+        mine = counts_of(layers, *shape, mesh.device)
         everyone = mine[None]
         if num_layers:
             everyone = gather(mesh.grads, mesh.stage, mine, "exchange of expert loads").get()
@@ -102,6 +100,20 @@ class AskedLoad:
             load_LE=self._sums[:, :-3],
             balance=balance_over_ranks(self._layers, counts_PLE.sum(0).numpy()),
         )
+
+
+def counts_of(
+    layers: Mapping[int, MoE], num_layers: int, num_experts: int, device: torch.device
+) -> torch.Tensor:
+    """Of each layer its experts' load and what its gate saw, by two launches; zeros of others' layers."""
+    nothing = torch.zeros(num_experts + 3, dtype=torch.int64, device=device)
+    loads, seen = [nothing[3:]] * num_layers, [nothing[:3]] * num_layers
+    for number, layer in layers.items():
+        loads[number] = layer.load_E
+        if layer.gate.adapts:
+            seen[number] = layer.gate.take_seen()
+    both = [each for pair in zip(loads, seen, strict=True) for each in pair]
+    return torch.cat([nothing[:0], *both]).view(num_layers, num_experts + 3)
 
 
 def balance_over_ranks(layers: Mapping[int, MoE], load_LE: np.ndarray) -> float | None:
