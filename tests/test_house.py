@@ -46,6 +46,14 @@ from house import OF_PYTHON, private_torch_names
             ],
         ),
         (
+            "untyped_signatures",
+            {
+                "comm/a.py": 8 * "def f(x: list[Any]) -> None: ...\ndef g(x: Any): ...\n",
+                "cost/a.py": "def f() -> Any: ...",
+            },
+            ["comm/: 16 signatures have Any in them; UNTYPED says 7, and only falls"],
+        ),
+        (
             "circles",
             {"moe/a.py": "import moeclipse.moe.b, moeclipse.moe.c", "moe/b.py": "from .c import x"},
             [],

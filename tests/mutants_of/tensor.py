@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         "tensor/linear.py",
         """\
-            if not tp.overlap:
+            if whole is not None and not tp.overlap:
                 whole.get()
 """,
         "            whole.get()\n",

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.work import Waitable
 from moeclipse.comm.group import Group
 
 WireEnds = tuple[Group, int, int]
@@ -30,7 +30,7 @@ def connect_group(lane: Lane, group: Group) -> None:
         return
     one = torch.zeros(1, device=lane.device)
 
-    def start() -> Any:
+    def start() -> Waitable | None:
         return dist.all_reduce(one, group=group.handle, async_op=True)
 
     lane.launch(group, f"opening of group {group.name}", start, one).settle()

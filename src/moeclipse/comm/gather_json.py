@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,10 @@ import torch.distributed as dist
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
 
+T = TypeVar("T")
 
-def tell(value: Any, device: str | torch.device, share: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+
+def tell(value: T, device: str | torch.device, share: Callable[[torch.Tensor], torch.Tensor]) -> list[T]:
     """Every member's value, in order. `share` gives [P, n] for everyone's n numbers; it is called twice."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = share(torch.tensor([text.numel()], device=device)).flatten().tolist()
@@ -24,7 +26,7 @@ def tell(value: Any, device: str | torch.device, share: Callable[[torch.Tensor],
     return [json.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
 
-def tell_all(group: Group, watch: Watch, value: Any, label: str) -> list[Any]:
+def tell_all(group: Group, watch: Watch, value: T, label: str) -> list[T]:
     """Every member's JSON value, in order, on every member; within the deadline."""
 
     def share(mine: torch.Tensor) -> torch.Tensor:
@@ -32,6 +34,7 @@ def tell_all(group: Group, watch: Watch, value: Any, label: str) -> list[Any]:
         out = torch.empty_like(sent)
         try:
             work = dist.all_to_all_single(out, sent, group=group.handle, async_op=True)
+            assert work is not None
             work.wait(timedelta(seconds=watch.deadline_s))
         except RuntimeError as error:
             raise watch.explain(label, group.ranks, error) from None

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moeclipse.comm.async_ops.lane import Lane
 from moeclipse.comm.async_ops.record import Recorder
+from moeclipse.comm.async_ops.work import Waitable
 from moeclipse.comm.connect import connect_group
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.gather_json import tell
@@ -64,7 +65,7 @@ class Mesh:
         rank: int,
         device: torch.device,
         watch: Watch,
-        hosts: Sequence[Any] | None = None,
+        hosts: Sequence[object] | None = None,
         comm_sms: int = 0,
         mirrored: bool = False,
     ) -> None:
@@ -245,6 +246,7 @@ class Mesh:
             for ranks in members
         ]
         handle, backend = handles[members.index(mine)], ""
+        assert not isinstance(handle, int), "this rank is a member"
         if handle is not None:
             backend = dist.get_backend_config(handle)
             backend = "nccl" if self.device.type == "cuda" and "nccl" in backend else "gloo"
@@ -274,7 +276,7 @@ class Mesh:
         made: Made = self._kept[key]
         return made
 
-    def gather_objects(self, value: Any, patience_s: float | None = None) -> list[Any]:
+    def gather_objects(self, value: Made, patience_s: float | None = None) -> list[Made]:
         """Every rank's JSON value, in rank order, on every rank; also a barrier."""
         if self.num_ranks == 1:
             return [json.loads(json.dumps(value))]
@@ -284,7 +286,7 @@ class Mesh:
         sent, out = value.repeat(self.num_ranks), value.new_empty(self.num_ranks * value.numel())
         group = self.world
 
-        def start() -> Any:
+        def start() -> Waitable | None:
             return dist.all_to_all_single(out, sent, group=group.handle, async_op=True)
 
         everyone = self.grads.launch(group, "exchange of control data", start, out, sent).settle(patience_s)

@@ -204,7 +204,7 @@ class ModelConfig:
     @property
     def held_mixers(self) -> frozenset[Mixer]:
         """Kinds that layers have."""
-        return frozenset(map(self.mixer_of, range(self.num_layers)))
+        return frozenset[Mixer](map(self.mixer_of, range(self.num_layers)))
 
     def turns(self, layer: int) -> bool:
         """Whether it has rotary position."""

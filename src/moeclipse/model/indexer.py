@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.model.blocks import Settings
-from moeclipse.model.config import ModelConfig
+from moeclipse.model.config import ModelConfig, Pairs
 from moeclipse.model.rotary import Positions, rotate
 from moeclipse.moe.gate.routing import best_of
 from moeclipse.ops.attention import seen_keys
@@ -39,7 +39,8 @@ class Indexer(nn.Module):
 
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__()
-        self.layer, self.tp, self.pairs = settings.layer, settings.tp, config.index_pairs
+        self.layer, self.tp = settings.layer, settings.tp
+        self.pairs: Pairs = config.index_pairs
         self.heads, self.width, self.topk = config.index_heads, config.index_dim, config.index_topk
         self.turns = config.turns(settings.layer)
         inner, d = config.q_lora_rank or config.d_model, config.d_model

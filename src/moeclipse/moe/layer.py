@@ -489,7 +489,8 @@ class MoE(nn.Module):
     ) -> PairwiseExperts:
         """`capacity`: of a gate that fills its experts up to it."""
         pads = capacity and self.gate.config.overflow == "pad"
-        experts = PadToCapacity(self.experts, capacity) if pads else self.experts
+        own: Any = self.experts
+        experts = PadToCapacity(own, capacity) if pads else own
         like = [tensor.new_empty((0, *tensor.shape[1:])) for tensor in inputs]  # a slice would keep the rows
         return PairwiseExperts(
             experts=experts, structure=structure, like=like, score_input=self.config.score_input

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.gate.routing import Routing
@@ -176,15 +177,19 @@ def repay(y: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:
     return repaid
 
 
+class CallContext(FunctionCtx):
+    call: Call
+
+
 class _Lent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: CallContext, anchor: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:  # noqa: ARG004
         ctx.call = call
         return loss.clone()
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: CallContext, d_loss: torch.Tensor) -> tuple[None, None, None]:
         if ctx.call.repeated:
             raise RuntimeError(
                 "the gate's losses got their gradient after the checkpointed layer had run backward; add "
@@ -196,11 +201,11 @@ class _Lent(torch.autograd.Function):
 
 class _Repaid(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: CallContext, y: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:  # noqa: ARG004
         ctx.call = call
         return y.view_as(y)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: CallContext, d_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         return d_y, ctx.call.d_loss, None

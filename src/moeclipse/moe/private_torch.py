@@ -32,22 +32,25 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from operator import attrgetter
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch._C import _autograd
 from torch.distributed import _composable_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
+Wrapping = TypeVar("Wrapping", bound=torch.Tensor)
 TO_COPY = torch.ops.aten._to_copy.default
 
 
-def wrapper(cls: type, shape: Sequence[int], like: torch.Tensor) -> Any:
+def wrapper(cls: type[Wrapping], shape: Sequence[int], like: torch.Tensor) -> Wrapping:
     """An instance of `cls` that looks like a tensor of this shape and has no memory."""
-    return torch.Tensor._make_wrapper_subclass(
+    made: Wrapping = torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=like.dtype, device=like.device, requires_grad=False
     )
+    return made
 
 
 def ignored_by_ddp(model: nn.Module) -> set[str]:
@@ -68,7 +71,7 @@ transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # tensor was changed.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 NO_BACKWARD = -1
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
@@ -116,7 +119,9 @@ def guard_clipping(check: Callable[[list[torch.Tensor]], None]) -> None:
     scale: Callable[..., None] = clip_grad._clip_grads_with_norm_
 
     @wraps(scale)
-    def checked(parameters: Any, max_norm: float, *args: object, **options: object) -> None:
+    def checked(
+        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, *args: object, **options: object
+    ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if max_norm != math.inf:
             check([parameter.grad for parameter in given if parameter.grad is not None])

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ class AskedTokens(Tokens):
 
     @classmethod
     def asked(
-        cls, mesh: Mesh, counts: InFlight[list[Any]], step: int, microbatch: int, group: Group
+        cls, mesh: Mesh, counts: InFlight[list[list[int]]], step: int, microbatch: int, group: Group
     ) -> AskedTokens:
         """`counts`: tokens of each rank of the group. What `replace` makes of it knows all numbers."""
         tokens = object.__new__(cls)
@@ -93,7 +93,7 @@ class AskedTokens(Tokens):
 
     @cached_property
     def _of_ranks(self) -> list[int]:
-        counts: InFlight[list[Any]] = vars(self)["_counts"]
+        counts: InFlight[list[list[int]]] = vars(self)["_counts"]
         return [count for (count,) in counts.get()]
 
     def most(self, local: int, group: Group) -> int:
@@ -217,16 +217,18 @@ class Structure:
             raise ConfigError("the layer got a single number; give it vectors, [..., d_model]")
         return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
-    def put_together(self, tensors: Sequence[Any]) -> Any:
+    def put_together(self, tensors: Sequence[torch.Tensor]) -> Inputs:
         if self.keys is not None:
             return dict(zip(self.keys, tensors, strict=True))
         return tensors[0] if self.alone else tuple(tensors)
 
-    def flatten(self, value: Any) -> tuple[Any, ...]:
+    def flatten(self, value: Inputs) -> tuple[torch.Tensor, ...]:
         """The inverse of put_together."""
-        if self.keys is not None:
+        if isinstance(value, torch.Tensor):
+            return (value,)
+        if self.keys is not None and isinstance(value, Mapping):
             return tuple(value[key] for key in self.keys)
-        return (value,) if self.alone else tuple(value)
+        return tuple(cast(Sequence[torch.Tensor], value))
 
 
 def describe(inputs: object) -> str:

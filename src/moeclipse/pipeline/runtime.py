@@ -39,6 +39,7 @@ class Fed(Protocol):
     @property
     def rows(self) -> int:
         """Rows of activations that this rank has of the chunk."""
+        ...
 
 
 Feed = Callable[[int, int, int], Fed]

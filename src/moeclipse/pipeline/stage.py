@@ -47,15 +47,18 @@ class LayerPass(Protocol):
 
     def run(self, kind: Kind) -> InFlight[Any] | None:
         """One op; an exchange returns its transfer."""
+        ...
 
     def output(self) -> torch.Tensor:
         """What the next layer reads, once all parts have run forward."""
+        ...
 
     def take_gradient(self, d_out: torch.Tensor) -> None:
         """The gradient of the output, before the first part runs backward."""
 
     def gradient(self) -> torch.Tensor | None:
         """That of the input, after the last; asked for once."""
+        ...
 
 
 @runtime_checkable
@@ -64,7 +67,7 @@ class SplitLayer(Protocol):
 
     def describe(self) -> LayerShape: ...
 
-    def begin(self, h: torch.Tensor, microbatch: Any, where: Where, layer: LayerShape) -> LayerPass: ...
+    def begin(self, h: torch.Tensor, microbatch: Any, where: Where, layer: LayerShape, /) -> LayerPass: ...
 
 
 class Stage(Protocol):
@@ -76,10 +79,12 @@ class Stage(Protocol):
     @property
     def embed(self) -> Callable[[Any], torch.Tensor] | None:
         """First stage: the input of its first layer."""
+        ...
 
     @property
     def head(self) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
         """Last stage: the loss, from the output of its last layer."""
+        ...
 
 
 class WholeLayer:

@@ -130,7 +130,7 @@ class _Column(torch.autograd.Function):
         if tp.parts_tokens and any(wanted[:num]):
             reuse = not tp.wgrads.deferring  # what waits for W must not be overwritten
             whole = tp.gather_rows(x, f"backward gather of inputs, {label}", reuse=reuse)
-            if not tp.overlap:
+            if whole is not None and not tp.overlap:
                 whole.get()
         dys_TN = [_rows(dy) for dy in dys]
         d_x: torch.Tensor | None = None

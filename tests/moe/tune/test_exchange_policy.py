@@ -14,9 +14,10 @@ from layer_parity import gradients, make
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.values import convert_table
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.tune import exchange_policy
-from moeclipse.moe.tune.cut_choice import CALLS, LEAST_CALLS, TRIED, Trials
+from moeclipse.moe.tune.cut_choice import CALLS, LEAST_CALLS, TRIED, LayerChoice, Trials
 from moeclipse.moe.tune.exchange_policy import Decided, ExchangeSchedule
 from moeclipse.moe.tune.granularity import Granularity
 from moeclipse.testing.run_ranks import run_ranks
@@ -200,8 +201,8 @@ def test_trials_need_calls_that_they_may_take() -> None:
     assert named.cuts.tries(False), "who names the smart schedule wants its cuts to be chosen"
     exchange.cuts.most_calls = 0
     one, two = Granularity(groups=((0, 1),), chunks=1), Granularity(groups=((0,), (1,)), chunks=2)
-    known = {"probe": asdict(PROBE), "tried": [asdict(two), asdict(one)], "calls": 3, "chosen": asdict(two)}
-    exchange._repeat(json.loads(json.dumps(known)), cuda=False)
+    known = LayerChoice(probe=PROBE, tried=(two, one), calls=3, chosen=two)
+    exchange._repeat(convert_table(json.loads(json.dumps(asdict(known))), LayerChoice), cuda=False)
     assert exchange.cuts.trials is not None
     assert (len(exchange.cuts.trials.candidates), exchange.cuts.trials.calls) == (2, 3)
 

@@ -64,7 +64,7 @@ def by_the_book(mesh: Mesh, schedule: str) -> list[Any]:
     for _ in range(4):
         gradients(again, mesh, [6, 4])
     same = again.schedule.cuts.use == moe.schedule.cuts.use
-    return [moe.schedule.cuts.use.plain, moe.schedule.cuts.trials, len(told), told[0]["probe"]["fixed"], same]
+    return [moe.schedule.cuts.use.plain, moe.schedule.cuts.trials, len(told), told[0].probe.fixed, same]
 
 
 @pytest.mark.parametrize("schedule", ["auto", "smart"])

@@ -12,6 +12,8 @@ from test_learner import BOUND, configure, corpus  # noqa: F401  (a fixture)
 from test_model_placement import WIDE, compare, join_slabs
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.moe.tune.cut_choice import LayerChoice
+from moeclipse.moe.tune.probe import Probe
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
@@ -49,7 +51,7 @@ def trained(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list, list[flo
         learner.placement.choices.search = {"step_s": 1e-9, "search_s": 1e-9}
     layers = [placed.layer for placed in learner.placement.layers]
     for layer in layers:
-        layer.schedule.take_choice({"probe": PROBE, "tried": [], "chosen": None})
+        layer.schedule.take_choice(LayerChoice(probe=Probe(**PROBE), tried=(), chosen=None))
     losses, notes, lent = [], [], 0
     for step in range(steps):
         record = learner.step(step)

@@ -57,4 +57,4 @@ def test_a_checkpoint_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / BEST).write_text(json.dumps({"step": 10, "eval_loss": 2.0}))
     assert read_best(tmp_path) is None
     made(tmp_path, 10)
-    assert read_best(tmp_path) == {"step": 10, "eval_loss": 2.0}
+    assert read_best(tmp_path) == (10, 2.0)

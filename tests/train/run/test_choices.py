@@ -16,7 +16,8 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune import exchange_policy
-from moeclipse.moe.tune.cut_choice import LEAST_CALLS
+from moeclipse.moe.tune.cut_choice import LEAST_CALLS, LayerChoice
+from moeclipse.moe.tune.granularity import Granularity
 from moeclipse.moe.tune.stopwatch import tell
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 from moeclipse.train.config import TrainConfig
@@ -33,6 +34,8 @@ PLANNED = {
     "checkpoint.every": 2,
 }
 CUT = {"groups": [[0]], "chunks": 2, "units": None}
+KEPT = LayerChoice(probe=PROBE, tried=(Granularity(groups=((0,),), chunks=2),), calls=3, chosen=None)
+WRITTEN = json.loads(json.dumps(asdict(KEPT)))
 LAYER = {"probe": asdict(PROBE), "tried": [CUT], "calls": 3, "chosen": None}
 TUNED = {"moe.schedule": "smart", "moe.chunks": "auto", "moe.shadow": "auto", "placement.planner": "auto"}
 
@@ -131,13 +134,20 @@ def test_a_short_run_spends_nothing_on_trials(tmp_path: Path) -> None:
     assert trial_calls(longer) == 60
 
 
+def written(choices: Choices) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        json.dumps({name: asdict(one) for name, one in choices.layers.items()})
+    )
+    return found
+
+
 def read_there(mesh: Mesh, folder: str, given: str, resumed: bool) -> Any:
     choices = Choices(mesh, Path(folder))
     try:
         choices.read(given, resumed)
     except ConfigError as error:
         return str(error)
-    return [choices.layers, choices.placement]
+    return [written(choices), choices.placement]
 
 
 def test_choices_are_read_where_they_fit(tmp_path: Path) -> None:
@@ -177,7 +187,7 @@ def test_what_no_run_has_written_is_refused(tmp_path: Path, part: str, damage: A
     """What ranks would build from it, none of them could, or each another thing."""
     sound = {"ranks": [1, 1, 1, 1], "layers": {"0": LAYER}, "placement": None, "search": {"step_s": 2.0}}
     (tmp_path / FILE).write_text(json.dumps(sound))
-    assert read_there(Mesh.single(), str(tmp_path), "", True) == [{"0": LAYER}, None]
+    assert read_there(Mesh.single(), str(tmp_path), "", True) == [{"0": WRITTEN}, None]
     (tmp_path / FILE).write_text(json.dumps({**sound, part: damage}))
     said = read_there(Mesh.single(), str(tmp_path), "", True)
     assert f"{tmp_path / FILE} does not hold the choices of a run" in said
@@ -186,7 +196,7 @@ def test_what_no_run_has_written_is_refused(tmp_path: Path, part: str, damage: A
 
 def test_cuts_for_other_ranks_are_refused(tmp_path: Path) -> None:
     choices = Choices(Mesh.single(), tmp_path)
-    choices.layers["0"] = {**LAYER, "tried": [{**CUT, "groups": [[0], [1]]}]}
+    choices.layers["0"] = replace(KEPT, tried=(Granularity(groups=((0,), (1,)), chunks=2),))
     with pytest.raises(ConfigError, match="cuts layer 0, which 1 ranks share, into 4 units of 2 ranks"):
         choices.bind([MoE(4, 8, 4, gate=GateConfig(top_k=1), mesh=Mesh.single())])
 
@@ -266,7 +276,7 @@ def read_by_stages(mesh: Mesh, folder: str) -> list[Any]:
         choices.read("", resumed=True)
     except ConfigError as error:
         return [str(error)]
-    return [choices.layers, choices.settled, choices.search]
+    return [written(choices), choices.settled, choices.search]
 
 
 def test_what_all_stages_decide_is_known_to_all_or_to_none(tmp_path: Path) -> None:
@@ -277,7 +287,7 @@ def test_what_all_stages_decide_is_known_to_all_or_to_none(tmp_path: Path) -> No
     other = {**first, "layers": {"1": LAYER}, "search": {**search, "step_s": 3.0}}
     (tmp_path / FILE).write_text(json.dumps(first))
     nothing = [{}, None, None]
-    assert run_ranks(2, read_by_stages, str(tmp_path), pp=2) == [[{"0": LAYER}, None, None], nothing]
+    assert run_ranks(2, read_by_stages, str(tmp_path), pp=2) == [[{"0": WRITTEN}, None, None], nothing]
     for changes, known in (
         ({}, [settled, True]),
         ({"settled": None}, [None, True]),
@@ -287,11 +297,11 @@ def test_what_all_stages_decide_is_known_to_all_or_to_none(tmp_path: Path) -> No
         (tmp_path / "choices-1.json").write_text(json.dumps({**other, **changes}))
         one, two = run_ranks(2, read_by_stages, str(tmp_path), pp=2)
         if known is None:
-            assert (one, two) == ([{"0": LAYER}, None, None], nothing)
+            assert (one, two) == ([{"0": WRITTEN}, None, None], nothing)
             continue
-        assert one == [{"0": LAYER}, known[0], search if known[1] else None]
+        assert one == [{"0": WRITTEN}, known[0], search if known[1] else None]
         searched = other["search"] if known[1] else None
-        assert two == [{"1": LAYER}, known[0], searched], "each has its own seconds"
+        assert two == [{"1": WRITTEN}, known[0], searched], "each has its own seconds"
     (tmp_path / "choices-1.json").write_text("{")
     one, two = run_ranks(2, read_by_stages, str(tmp_path), pp=2)
     assert one == two, "all ranks say the same"

@@ -11,7 +11,6 @@ order that was proved free of deadlock, and simulated, is the order that runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.schedule.check import Verified
@@ -25,7 +24,7 @@ class Execution:
         self,
         verified: Verified,
         rank: int,
-        run: Callable[[Op], InFlight[Any] | None],
+        run: Callable[[Op], InFlight[object] | None],
         order: Sequence[int] | None = None,
     ) -> None:
         """`order`: of positions; left out, that of the program."""
@@ -33,7 +32,7 @@ class Execution:
         self.ops = self.program.ranks[rank]
         self._order = range(len(self.ops)) if order is None else order
         self._run, self._num_launched = run, 0
-        self._under_way: dict[int, InFlight[Any] | None] = {}
+        self._under_way: dict[int, InFlight[object] | None] = {}
 
     def advance(self, stop: int | None = None, *, finish: bool = False) -> None:
         """Launch ops until there are `stop`, or all; `finish`: then wait for every transfer."""

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.async_ops.record import Recorder, TransferStamps
+from moeclipse.comm.async_ops.work import Waitable
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
 from moeclipse.comm.transports.gloo_pairs import GlooPairs, PairsWork
@@ -49,6 +50,7 @@ SPIN_S = 2e-3  # how long the host spins for a result before it lets others have
 class InFlight(Protocol[T_co]):
     def get(self) -> T_co:
         """Wait until what follows may use the result, and return it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ class Then(Generic[Source, T]):
 class Joined:
     """Launched one after the other, waited for as one."""
 
-    def __init__(self, several: Iterable[InFlight[Any] | None]) -> None:
+    def __init__(self, several: Iterable[InFlight[object] | None]) -> None:
         self._several = [one for one in several if one is not None]
 
     def get(self) -> None:
@@ -111,9 +113,9 @@ class Transfer(Generic[T]):
     """None: nobody records the step, and no ledger checks it."""
     _op: LoggedOp
     _value: T
-    _keep: Any
-    _work: Any = None
-    _event: torch.cuda.Event | None = None
+    _keep: object
+    _work: Waitable | None = None
+    _event: Any = None
     _waited: bool = False
 
     def get(self) -> T:
@@ -150,6 +152,7 @@ class Transfer(Generic[T]):
 
     def _block(self, patience_s: float | None) -> None:
         watch = self._lane.watch
+        assert self._work is not None
         try:
             self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))
         except RuntimeError as error:
@@ -192,7 +195,7 @@ class Lane:
         return self.device.type == "cuda" and group.backend == "nccl"
 
     def collective(
-        self, group: Group, label: str, start: Callable[..., object], value: T, keep: object = None
+        self, group: Group, label: str, start: Callable[..., Waitable | None], value: T, keep: object = None
     ) -> Transfer[T]:
         """`launch` of a call of torch.distributed, which takes `async_op`."""
         by_stream = self.by_stream(group)
@@ -203,7 +206,7 @@ class Lane:
         self,
         group: Group,
         label: str,
-        start: Callable[[], object],
+        start: Callable[[], Waitable | None],
         value: T,
         keep: object = None,
         *,
@@ -250,7 +253,9 @@ class Lane:
             log.write(op)
         return op
 
-    def _capture(self, group: Group, label: str, start: Callable[[], Any], value: T) -> Transfer[T]:
+    def _capture(
+        self, group: Group, label: str, start: Callable[[], Waitable | None], value: T
+    ) -> Transfer[T]:
         """Into a graph, on the stream that is captured: nobody can stamp, watch or wait for it there."""
         self.recorder.passes(self.name, group.name, label)
         if (work := start()) is not None:
@@ -258,7 +263,7 @@ class Lane:
         return CapturedTransfer(label, value)
 
     def _launch_on_stream(
-        self, group: Group, label: str, start: Callable[[], Any], value: T, keep: Any
+        self, group: Group, label: str, start: Callable[[], Waitable | None], value: T, keep: object
     ) -> Transfer[T]:
         # Hundreds of times in a step: the device is named wherever torch would have to find it out, which
         # takes longer than what is asked for.
@@ -379,13 +384,14 @@ def poll(
             time.sleep(SPIN_S / 10)
 
 
-def _stamp_when_done(work: Any, stamps: TransferStamps) -> None:
+def _stamp_when_done(work: Waitable | None, stamps: TransferStamps) -> None:
     """Gloo finishes on its own thread: stamp there, because nobody may be waiting yet."""
 
-    def done(_: Any) -> None:
+    def done(_: object) -> None:
         if stamps.done is None:
             stamps.done = time.perf_counter_ns()
 
+    assert work is not None
     try:
         future = work.get_future()
     except RuntimeError:  # gloo's sends and receives have none: whoever waits for them stamps

@@ -6,9 +6,22 @@ future that whoever completes it sets. These are Works that our threads complete
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
+
+
+class Waitable(Protocol):
+    """What a lane asks of a Work, torch's or ours."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object: ...
+
+    def get_future(self) -> Completion: ...
+
+
+class Completion(Protocol):
+    def add_done_callback(self, call: Callable[[object], None], /) -> object: ...
 
 
 class OwnWork:
@@ -30,7 +43,7 @@ class OwnWork:
 class CompletedWork:
     """Whoever started it has waited for it already."""
 
-    def wait(self, *_: Any) -> None:
+    def wait(self, *_: object) -> None:
         return
 
     def get_future(self) -> Future[None]:

@@ -30,25 +30,30 @@ class Reducer(Protocol):
     @property
     def asynchronous(self) -> bool:
         """Calls are only launched, on the current stream: errors show later, and graphs can capture them."""
+        ...
 
     @property
     def arrived(self) -> bool:
         """Whether what was left open can go on without waiting for a peer."""
+        ...
 
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, chunk_bytes: int, label: str
     ) -> Iterator[None]:
         """out = the sum over ranks of x; `out` may be `x`."""
+        ...
 
     def reduce_scatter(
         self, x: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str
     ) -> Iterator[None]:
         """out = the sum over ranks of x[bounds[me] : bounds[me + 1]], for bounds that `can_part` accepts."""
+        ...
 
     def all_gather(
         self, shard: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str
     ) -> Iterator[None]:
         """out[bounds[p] : bounds[p + 1]] = the shard of rank p, for bounds that `can_part` accepts."""
+        ...
 
     def all_reduce_rms_norm(
         self,
@@ -60,6 +65,7 @@ class Reducer(Protocol):
         label: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(normed, h) with h = residual + sum over ranks of x."""
+        ...
 
     def can_part(self, bounds: Sequence[int], dtype: torch.dtype) -> bool: ...
 
@@ -73,9 +79,11 @@ class Reducer(Protocol):
         alone: Alone,
     ) -> Planned | None:
         """To repeat the all-reduce that was just made; None where nothing would be gained."""
+        ...
 
     def is_shared(self, x: torch.Tensor) -> bool:
         """Whether reductions outside of a capture read `x` where it lies."""
+        ...
 
     def share(self, x: torch.Tensor) -> None:
         """Collective. Open `x` to all peers, where that saves a copy."""
@@ -84,6 +92,7 @@ class Reducer(Protocol):
 
     def capture(self, dtypes: Sequence[torch.dtype]) -> AbstractContextManager[None]:
         """Around the capture of a graph; ConfigError where there are no graphs."""
+        ...
 
     def settle(self) -> None:
         """Wait for what was launched, and raise what went wrong with it."""

@@ -6,7 +6,7 @@ They come from torch's symmetric memory, or else from CUDA IPC.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -55,7 +55,18 @@ class CudaMemory:
         )
 
 
-def _blocks_that_fit(facts: list[dict[str, Any]]) -> int:
+class DeviceFacts(TypedDict):
+    host: str
+    device: int
+    access: list[int]
+    """Devices that this one reads."""
+    number: int
+    """Of the devices that this rank sees."""
+    uuid: str
+    processors: int
+
+
+def _blocks_that_fit(facts: list[DeviceFacts]) -> int:
     """Blocks that wait hold their processors. All ranks that share a device must fit on it together, or those
     that run wait for ever for those that do not."""
     sharing = max(sum(other["uuid"] == fact["uuid"] for other in facts) for fact in facts)
@@ -68,7 +79,7 @@ def devices_of(group: Group, watch: Watch, device: torch.device) -> list[str]:
     return tell_all(group, watch, mine, f"opening of all-reduce, group {group.name}")
 
 
-def _facts(device: torch.device) -> dict[str, Any]:
+def _facts(device: torch.device) -> DeviceFacts:
     index = device.index if device.index is not None else torch.cuda.current_device()
     number = torch.cuda.device_count()
     access = [i for i in range(number) if i == index or torch.cuda.can_device_access_peer(index, i)]
@@ -83,7 +94,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _refuse(group: Group, facts: list[dict[str, Any]]) -> None:
+def _refuse(group: Group, facts: list[DeviceFacts]) -> None:
     for rank, fact in zip(group.ranks, facts, strict=True):
         if fact["host"] != facts[0]["host"]:
             raise NoPeerMemoryError(
@@ -119,7 +130,7 @@ def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, 
     own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
     allocation = driver.allocation_of(own.data_ptr())
-    name = [driver.ipc_handle(allocation).hex(), own.data_ptr() - allocation]
+    name = (driver.ipc_handle(allocation).hex(), own.data_ptr() - allocation)
     buffers: list[torch.Tensor] = []
     opened: list[int] = []
     for peer, (handle, offset) in enumerate(tell_all(group, watch, name, label)):

@@ -22,9 +22,10 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -150,8 +151,22 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def _facts(layout: AreaLayout, folder: Path) -> dict[str, Any]:
-    """What this rank must know of every other before it touches a file."""
+class HostFacts(TypedDict):
+    """What a rank must know of every other before it touches a file."""
+
+    host: str
+    pid: int
+    cores: list[int]
+    pids: str
+    token: str
+    size: list[int]
+    problem: str | None
+    free: int
+    total: int
+    folder: str
+
+
+def _facts(layout: AreaLayout, folder: Path) -> HostFacts:
     try:
         space = os.statvfs(folder)
         free, problem = space.f_bavail * space.f_frsize, None
@@ -175,7 +190,7 @@ def _facts(layout: AreaLayout, folder: Path) -> dict[str, Any]:
     }
 
 
-def _refuse(group: Group, facts: list[dict[str, Any]]) -> None:
+def _refuse(group: Group, facts: list[HostFacts]) -> None:
     """Raise what stands against sharing memory. Every rank sees the same facts, so all raise the same."""
     first = facts[0]
     for rank, fact in zip(group.ranks, facts, strict=True):
@@ -224,7 +239,7 @@ def _create_and_map(path: Path, layout: AreaLayout, group: Group, watch: Watch, 
             os.close(descriptor)
 
 
-def _attempt(action: Any) -> tuple[int, str | None]:
+def _attempt(action: Callable[[], int | None]) -> tuple[int, str | None]:
     try:
         return action() or 0, None
     except (OSError, NoPeerMemoryError) as error:

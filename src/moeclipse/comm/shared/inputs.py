@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from moeclipse.comm.group import Group
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.cuda_driver import CudaDriver, DriverError, cuda_driver
 
+Listed = TypeVar("Listed")
 MAX_ROWS = 8192
 INVALID_VALUE = 1  # what the driver says of memory that it cannot name
 Name = tuple[str, int]
@@ -194,8 +195,7 @@ class SharedInputs:
         except DriverError as error:
             mine = _said(error)
         everyone = tell_all(self._group, self._watch, mine, label)
-        self._compare(everyone)
-        return everyone
+        return self._compare(everyone)
 
     def _open(self, names: list[list[Name]], own: list[int], label: str) -> list[list[int]]:
         """For each input every rank's address of it, as seen from here."""
@@ -208,15 +208,18 @@ class SharedInputs:
         self._compare(tell_all(self._group, self._watch, problem or names[self._group.index], label))
         return found
 
-    def _compare(self, everyone: list[Any]) -> None:
+    def _compare(self, everyone: list[list[Listed] | str]) -> list[list[Listed]]:
+        lists: list[list[Listed]] = []
         for rank, found in zip(self._group.ranks, everyone, strict=True):
             if isinstance(found, str):
                 raise CommError(f"rank {rank} cannot share its inputs: {found}")
-            if len(found) != len(everyone[0]):
+            lists.append(found)
+            if len(found) != len(lists[0]):
                 raise CommError(
                     f"rank {rank} captured {len(found)} reductions, rank {self._group.ranks[0]} "
-                    f"{len(everyone[0])}; all ranks must capture the same"
+                    f"{len(lists[0])}; all ranks must capture the same"
                 )
+        return lists
 
     def _address(self, peer: int, given: Name, own: int) -> int:
         if peer == self._group.index:

@@ -27,7 +27,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -55,27 +55,34 @@ def in_parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return flat[:-rest], flat[-rest:]
 
 
+def launched(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is no member of the group"
+    return work
+
+
 class RingStep:
     """Rows to one peer, and those that come from another; what comes is expected from the start."""
 
-    def __init__(self, rows: torch.Tensor, to: int, place: torch.Tensor, source: int, handle: Any) -> None:
+    def __init__(
+        self, rows: torch.Tensor, to: int, place: torch.Tensor, source: int, handle: dist.ProcessGroup | None
+    ) -> None:
         self.rows, self.to, self.source, self.handle = in_parts(rows), to, source, handle
-        self.expected: list[Any] = [
-            dist.irecv(part, source, group=handle, tag=TAG) for part in in_parts(place)
+        self.expected = [
+            launched(dist.irecv(part, source, group=handle, tag=TAG)) for part in in_parts(place)
         ]
 
     def send(self) -> None:
         """Returns when these rows do not need the link any more."""
-        ack: Any = None
+        ack = None
         if len(self.rows) > 1:
             ack = dist.irecv(torch.empty(1, dtype=torch.uint8), self.to, tag=ACK)
-        sends: list[Any] = [dist.isend(part, self.to, group=self.handle, tag=TAG) for part in self.rows]
+        sends = [launched(dist.isend(part, self.to, group=self.handle, tag=TAG)) for part in self.rows]
         for send in sends:
             send.wait()
         if ack is not None:
             ack.wait()
 
-    def receive(self) -> Any:
+    def receive(self) -> dist.Work | None:
         """Returns when all is there; the acknowledgement, if one was sent, is still to be waited for."""
         ack = None
         for number, expected in enumerate(self.expected):

@@ -68,7 +68,9 @@ class Driver:
 
     def register(self, address: int, num_bytes: int) -> int:
         """Lock host memory for the device; returns its address there."""
-        code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, PORTABLE_AND_MAPPED)
+        runtime = torch.cuda.cudart()
+        assert runtime is not None
+        code = runtime.cudaHostRegister(address, num_bytes, PORTABLE_AND_MAPPED)
         if int(code):
             raise CommError(f"CUDA cannot register {num_bytes / 2**20:.0f} MiB of shared memory: {code}")
         return self._calls.device_address(address)

@@ -32,6 +32,7 @@ class Transport(Protocol):
         out: torch.Tensor | None = None,
     ) -> InFlight[torch.Tensor]:
         """send_counts[p] leading rows to each peer p, in order; receive likewise. Collective."""
+        ...
 
 
 def direct(mesh: Mesh, group: Group, hosts: Sequence[int]) -> TorchTransport:

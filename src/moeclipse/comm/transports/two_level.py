@@ -35,7 +35,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,7 +125,7 @@ class TwoLevelTransport:
             out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
         stages = self.stages(rows, send_counts, receive_counts, out)
 
-        def start() -> Any:
+        def start() -> TwoLevelWork | CompletedWork:
             if rows.device.type == "cpu":
                 return self.queue.start(stages)
             return self.run_inline(stages)
@@ -135,7 +134,7 @@ class TwoLevelTransport:
 
     def stages(
         self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], out: torch.Tensor
-    ) -> Iterator[Any]:
+    ) -> Iterator[dist.Work]:
         """Launches the transfers one by one, each after the one before has been done."""
         places, hosts, peers = self.places, range(len(self.places)), range(len(self.places[0]))
         parts = rows.split(list(send))
@@ -163,7 +162,7 @@ class TwoLevelTransport:
         parts = arrived.split([receive[place] for place in order])
         torch.cat([parts[order.index(place)] for place in range(len(order))], out=out)
 
-    def run_inline(self, stages: Iterator[Any]) -> CompletedWork:
+    def run_inline(self, stages: Iterator[dist.Work]) -> CompletedWork:
         """On NCCL, waiting for rows orders the lane's stream; the host waits for sizes alone."""
         patience = timedelta(seconds=self.lane.watch.deadline_s)
         for number, work in enumerate(stages):
@@ -180,17 +179,19 @@ def launch(
     rows: torch.Tensor,
     receive: list[int] | None = None,
     send: list[int] | None = None,
-) -> object:
-    return dist.all_to_all_single(out, rows, receive, send, group=group.handle, async_op=True)
+) -> dist.Work:
+    work = dist.all_to_all_single(out, rows, receive, send, group=group.handle, async_op=True)
+    assert work is not None
+    return work
 
 
 class TwoLevelWork(OwnWork):
     """One exchange under way; to its lane it looks like one transfer."""
 
-    def __init__(self, stages: Iterator[Any]) -> None:
+    def __init__(self, stages: Iterator[dist.Work]) -> None:
         super().__init__()
         self.stages, self.launched = stages, 0
-        self.work: Any = None
+        self.work: dist.Work | None = None
         self.inference = torch.is_inference_mode_enabled()  # gloo's thread must be in the caller's mode
 
     @property
@@ -215,7 +216,7 @@ class StageQueue:
         self._advancing = False
         self._broken: Exception | None = None
 
-    def start(self, stages: Iterator[Any]) -> TwoLevelWork:
+    def start(self, stages: Iterator[dist.Work]) -> TwoLevelWork:
         exchange = TwoLevelWork(stages)
         with self._lock:
             if self._broken is not None:

@@ -30,7 +30,7 @@ class Stand:
     address: str = ""
     """By which other ranks reach it."""
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod

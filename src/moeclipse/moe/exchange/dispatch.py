@@ -32,9 +32,9 @@ import torch
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.split import QuotaOrder, ReplicaTable
-from moeclipse.comm.async_ops.lane import InFlight, Lane
+from moeclipse.comm.async_ops.lane import InFlight, Lane, TorchTransport
 from moeclipse.comm.group import Group
-from moeclipse.comm.transports.transport import TorchTransport, Transport
+from moeclipse.comm.transports.transport import Transport
 from moeclipse.core.shares import bounds_of_all
 from moeclipse.ops.arrival import BITS_OF, Segments
 from moeclipse.ops.combine import sum_rows
@@ -175,9 +175,11 @@ class ArrivingPairs(Protocol):
 
     def of(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows, counted from the first of the unit; scores) of its pairs."""
+        ...
 
     def grouping(self, unit: Unit, /) -> Grouping | None:
         """What kernels read of them, where it is known already."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

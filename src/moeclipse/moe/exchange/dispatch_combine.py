@@ -25,7 +25,7 @@ from moeclipse.comm.async_ops.execute import execute
 from moeclipse.comm.async_ops.lane import InFlight, Joined
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, Unit
 from moeclipse.moe.exchange.launches import announce
-from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
+from moeclipse.moe.exchange.saved_tensors import Context, put_together, take_apart
 from moeclipse.moe.experts.fused import FusedExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import PairExperts
@@ -150,10 +150,10 @@ class ForwardRun:
         self.arrived = self.arrived if keep_rows else []  # what backward needs of them is in `saved`
         return out_TO
 
-    def op(self, op: Op) -> InFlight[Any] | None:
+    def op(self, op: Op) -> InFlight[object] | None:
         return FORWARD[op.kind](self, op)
 
-    def send(self, op: Op) -> InFlight[Any] | None:
+    def send(self, op: Op) -> InFlight[object] | None:
         unit, label = self.plan.units[key_of(op)], f"dispatch {TEXT_OF(op)}"
         pairs = zip(self.rows, self.arrived, strict=True)
         sent = [send_unit(self.plan, unit, rows, out, label) for rows, out in pairs]
@@ -193,7 +193,7 @@ class ForwardRun:
         return (rows, index_M, unit.counts, score_M, *more)
 
 
-FORWARD: Mapping[Kind, Callable[[ForwardRun, Op], InFlight[Any] | None]] = {
+FORWARD: Mapping[Kind, Callable[[ForwardRun, Op], InFlight[object] | None]] = {
     kinds.S_F: ForwardRun.send,
     kinds.C_F: ForwardRun.compute,
     kinds.R_F: ForwardRun.send_back,
@@ -266,10 +266,10 @@ class BackwardRun:
                 grads[number] = mine if mine is None or more is None else mine + more
         return grads, d_scores_TK
 
-    def op(self, op: Op) -> InFlight[Any] | None:
+    def op(self, op: Op) -> InFlight[object] | None:
         return BACKWARD[op.kind](self, op)
 
-    def send(self, op: Op) -> InFlight[Any] | None:
+    def send(self, op: Op) -> InFlight[object] | None:
         unit = self.plan.units[key_of(op)]
         return send_unit(self.plan, unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {TEXT_OF(op)}")
 
@@ -321,7 +321,7 @@ class BackwardRun:
         self.pending.append((key[0], pending))
 
 
-BACKWARD: Mapping[Kind, Callable[[BackwardRun, Op], InFlight[Any] | None]] = {
+BACKWARD: Mapping[Kind, Callable[[BackwardRun, Op], InFlight[object] | None]] = {
     kinds.S_B: BackwardRun.send,
     kinds.C_B: BackwardRun.compute,
     kinds.C_W: BackwardRun.compute_weights,
@@ -333,6 +333,15 @@ BACKWARD: Mapping[Kind, Callable[[BackwardRun, Op], InFlight[Any] | None]] = {
 }
 
 
+class DispatchCombineContext(Context):
+    program: Verified
+    """Of backward."""
+    watch: Stopwatch | None
+    inputs: list[torch.Tensor]
+    """Without their rows."""
+    state: ForwardKept | None
+
+
 class DispatchCombine(torch.autograd.Function):
     """Gradients: d_scores, those of the inputs, and the experts' weights by hand.
 
@@ -342,7 +351,9 @@ class DispatchCombine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores_TK: torch.Tensor, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: DispatchCombineContext, scores_TK: torch.Tensor, call: LayerCall, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         inputs = tensors[: call.num_inputs]
         run = call.forward(scores_TK, inputs)
         programs, ledger = call.programs, call.plan.dispatcher.lane.recorder.ledger
@@ -361,7 +372,7 @@ class DispatchCombine(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_out_TO: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: DispatchCombineContext, d_out_TO: torch.Tensor) -> tuple[object, ...]:
         began = ctx.watch.stamp() if ctx.watch is not None else None
         kept = put_together(ctx.state, ctx.saved_tensors, WHOLE)
         wanted = ctx.needs_input_grad[2 + len(ctx.inputs) :]

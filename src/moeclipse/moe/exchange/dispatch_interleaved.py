@@ -21,14 +21,13 @@ by a forward that takes no turns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from moeclipse.comm.async_ops.execute import Execution
-from moeclipse.moe.exchange.dispatch_combine import WHOLE, BackwardRun, ForwardRun, LayerCall
+from moeclipse.moe.exchange.dispatch_combine import WHOLE, BackwardRun, ForwardKept, ForwardRun, LayerCall
 from moeclipse.moe.exchange.pipeline_pieces import first_compute, last_compute
-from moeclipse.moe.exchange.saved_tensors import put_together, take_apart, without_rows
+from moeclipse.moe.exchange.saved_tensors import Context, put_together, take_apart, without_rows
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.private_torch import keeps_graph
 from moeclipse.ops.first_order import first_order
@@ -73,7 +72,7 @@ class InTurns:
         self.forward.advance(last_compute(self.forward.ops) + 1)
         self.forward.advance()
 
-    def collect(self) -> tuple[torch.Tensor, object]:
+    def collect(self) -> tuple[torch.Tensor, ForwardKept]:
         assert self.run is not None
         self.forward.get()
         out_TO, kept = self.run.finish(), self.run.kept()
@@ -104,10 +103,23 @@ class InTurns:
         return found
 
 
+class InTurnsContext(Context):
+    rows: InTurns
+
+
+class CollectContext(InTurnsContext):
+    state: ForwardKept | None
+    token: torch.Tensor
+
+
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, baton: torch.Tensor, scores_TK: torch.Tensor, rows: InTurns, *inputs: torch.Tensor
+        ctx: InTurnsContext,
+        baton: torch.Tensor,
+        scores_TK: torch.Tensor,
+        rows: InTurns,
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows.launch(scores_TK, inputs)
         ctx.rows = rows
@@ -115,7 +127,7 @@ class _Launch(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, _token: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: InTurnsContext, _token: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
         d_inputs, d_scores_TK = ctx.rows.collect_back()
         return baton, d_scores_TK, None, *d_inputs
 
@@ -123,7 +135,7 @@ class _Launch(torch.autograd.Function):
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, baton: torch.Tensor, rows: InTurns, *_: torch.Tensor
+        ctx: InTurnsContext, token: torch.Tensor, baton: torch.Tensor, rows: InTurns, *_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows.compute()
         ctx.rows = rows
@@ -131,14 +143,14 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, token: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: InTurnsContext, token: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
         return token, baton, None, *ctx.rows.compute_back(ctx.needs_input_grad[3:])
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, baton: torch.Tensor, rows: InTurns
+        ctx: CollectContext, token: torch.Tensor, baton: torch.Tensor, rows: InTurns
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out_TO, kept = rows.collect()
         ctx.state, tensors = take_apart(kept, WHOLE)
@@ -148,7 +160,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_out_TO: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: CollectContext, d_out_TO: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
         kept = put_together(ctx.state, ctx.saved_tensors, WHOLE)
         if not keeps_graph():
             ctx.state = None

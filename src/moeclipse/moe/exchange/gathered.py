@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from moeclipse.comm.reduce.token_gather import TokenGather
 from moeclipse.moe.exchange.dispatch import Dispatcher
+from moeclipse.moe.exchange.saved_tensors import Context
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.private_torch import NO_BACKWARD, running_backward
 from moeclipse.moe.tokens import Tokens
@@ -106,12 +106,22 @@ def gather_tokens(
     return there, tuple(everyone)
 
 
+Like = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class WireContext(Context):
+    wire: TokenGather
+    where: str
+    like: list[Like]
+    """Of what all ranks gave."""
+
+
 class _Gather(torch.autograd.Function):
     """Called with (wire, where, ids, scores, inputs...): theirs of all ranks, scores and ids first."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: WireContext,
         wire: TokenGather,
         where: str,
         ids_TK: torch.Tensor,
@@ -133,11 +143,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, d_scores: torch.Tensor | None, _: object, *d_inputs: torch.Tensor | None
+        ctx: WireContext, d_scores: torch.Tensor | None, _: object, *d_inputs: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         wire, where = ctx.wire, ctx.where
 
-        def back(grad: torch.Tensor | None, what: str, like: Any) -> torch.Tensor:
+        def back(grad: torch.Tensor | None, what: str, like: Like) -> torch.Tensor:
             shape, dtype, device = like
             if grad is None:  # all ranks call alike, whoever has something to say
                 grad = torch.zeros((wire.group.size * shape[0], *shape[1:]), dtype=dtype, device=device)
@@ -150,11 +160,11 @@ class _Gather(torch.autograd.Function):
 
 class _SumBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wire: TokenGather, where: str, partial: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: WireContext, wire: TokenGather, where: str, partial: torch.Tensor) -> torch.Tensor:
         ctx.wire, ctx.where = wire, where
         return wire.sum_back(partial, f"{OUTPUTS}, {where}")
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: WireContext, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, ctx.wire.gather(d_y, f"{D_OUTPUTS}, {ctx.where}")

@@ -18,12 +18,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import FunctionCtx
 
+Tree = TypeVar("Tree")
 PLAIN = (int, float, str, slice)
 ITEMS, LEAF = ("*",), ("",)
+
+
+class Context(FunctionCtx):
+    """What torch gives a node of autograd; each node declares in its own what it keeps besides."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +42,11 @@ class Place:
     number: int
 
 
-def take_apart(state: object, whole: tuple[type, ...] = ()) -> tuple[object, list[torch.Tensor]]:
-    """(the tree without its tensors, the tensors). Objects of the types `whole` are left as they are."""
+def take_apart(state: Tree, whole: tuple[type, ...] = ()) -> tuple[Tree, list[torch.Tensor]]:
+    """(the tree without its tensors, which type checkers take for the tree; the tensors).
+
+    Objects of the types `whole` are left as they are.
+    """
     tensors: list[torch.Tensor] = []
     places: dict[int, Place] = {}
 
@@ -49,12 +61,15 @@ def take_apart(state: object, whole: tuple[type, ...] = ()) -> tuple[object, lis
     return _map(state, leaf, whole), tensors
 
 
-def put_together(skeleton: Any, tensors: Sequence[torch.Tensor], whole: tuple[type, ...] = ()) -> Any:
-    """The inverse of `take_apart`."""
+def put_together(
+    skeleton: Tree | None, tensors: Sequence[torch.Tensor], whole: tuple[type, ...] = ()
+) -> Tree:
+    """The inverse of `take_apart`; of None never: torch has raised already, with `saved_tensors`."""
+    assert skeleton is not None
     return _map(skeleton, lambda value: tensors[value.number] if isinstance(value, Place) else value, whole)
 
 
-def _map(value: Any, leaf: Callable[[Any], Any], whole: tuple[type, ...]) -> object:
+def _map(value: Any, leaf: Callable[[object], object], whole: tuple[type, ...]) -> Any:
     kind: Any = type(value)
     names = _parts_of(kind, whole)
     if names is None:

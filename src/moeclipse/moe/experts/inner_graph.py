@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -103,9 +102,9 @@ class _Begin(torch.autograd.Function):
     """The first node of an inner graph: a leaf would be kept by the graph, and its rows with it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: object, anchor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         return rows.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:  # noqa: ARG004
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[None, None]:  # noqa: ARG004
         return None, None  # what arrives here is taken on the way

@@ -29,7 +29,7 @@ from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.cut import cut_of, mark
 
-OPERANDS = dict(
+OPERANDS: dict[str, str] = dict(
     zip(("lora_up_a", "lora_up_b", "lora_down_a", "lora_down_b"), expert_passes.ADAPTERS, strict=True)
 )
 """The adapters' parameters, and what kernels call them."""

@@ -25,7 +25,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.moe.experts.inner_graph import InnerGraph
 from moeclipse.moe.experts.protocols import PendingWgrad, Unhooked
 from moeclipse.moe.experts.two_projections import add_up
-from moeclipse.moe.tokens import Structure
+from moeclipse.moe.tokens import Inputs, Structure
 from moeclipse.tensor.weight_grad import Grads, accumulator
 
 
@@ -155,7 +155,7 @@ class ModuleExperts(Unhooked):
         return tuple(parameter for module in self.parts for parameter in module.parameters())
 
     def forward(
-        self, x: Any, counts: Sequence[int], shadows: torch.Tensor | None = None
+        self, x: Inputs, counts: Sequence[int], shadows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ModulesSaved]:
         structure, rows = Structure.take_apart(x)
         if self.joint:
@@ -204,7 +204,7 @@ class ModuleExperts(Unhooked):
             )
         return y, ModuleCall(graph=graph, rows=part)
 
-    def dgrad(self, dy: torch.Tensor, saved: ModulesSaved) -> tuple[Any, ModulesPending]:
+    def dgrad(self, dy: torch.Tensor, saved: ModulesSaved) -> tuple[Inputs, ModulesPending]:
         d_rows: list[list[torch.Tensor]] = []
         d_weights: list[Grads] = []
         for call in saved.calls:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
+from moeclipse.moe.exchange.saved_tensors import Context, put_together, take_apart
 from moeclipse.moe.experts.protocols import ExpertSet
 from moeclipse.moe.private_torch import keeps_graph
 from moeclipse.moe.tokens import Structure
@@ -34,7 +34,7 @@ from moeclipse.tensor.weight_grad import Grads
 
 @dataclass(frozen=True, kw_only=True)
 class PairsSaved:
-    experts: Any
+    experts: object
     """What the experts keep."""
     scored_MW: torch.Tensor
     """What the scores multiplied."""
@@ -47,7 +47,7 @@ class PairsSaved:
 class PairwiseExperts:
     """`like`: an empty tensor for each of a token's, as the experts want it; others travel as bytes."""
 
-    experts: ExpertSet
+    experts: ExpertSet[Any]
     structure: Structure
     like: Sequence[torch.Tensor]
     score_input: bool = False
@@ -92,7 +92,7 @@ class PairwiseExperts:
 
     def dgrad(
         self, d_partial_RO: torch.Tensor, saved: PairsSaved
-    ) -> tuple[list[torch.Tensor | None], torch.Tensor, Any]:
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor, object]:
         score_M, wide = saved.score_M, saved.score_M.dtype
         d_pair_MO = d_partial_RO[saved.index_M]
         if self.score_input:
@@ -126,12 +126,19 @@ def visit_local(
     return y_TO
 
 
+class LocalContext(Context):
+    experts: PairwiseExperts
+    num_inputs: int
+    scores: tuple[torch.Size, torch.dtype]
+    state: tuple[PairsSaved, torch.Tensor] | None
+
+
 class LocalExperts(torch.autograd.Function):
     """Called with (scores, ids, experts, inputs..., weights...): gradients as in `dispatch_combine`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: LocalContext,
         scores_TK: torch.Tensor,
         expert_ids_TK: torch.Tensor,
         experts: PairwiseExperts,
@@ -152,7 +159,7 @@ class LocalExperts(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_y_TO: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: LocalContext, d_y_TO: torch.Tensor) -> tuple[object, ...]:
         saved, order_M = put_together(ctx.state, ctx.saved_tensors, (PairwiseExperts,))
         experts, (shape, dtype) = ctx.experts, ctx.scores
         d_inputs, d_score_M, pending = experts.dgrad(d_y_TO, saved)

@@ -20,14 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.experts.fused import FusedExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
-from moeclipse.moe.experts.protocols import ExpertSet, PairExperts
+from moeclipse.moe.experts.protocols import ExpertSet, PairExperts, WrappedExperts
 from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.ops.precision import WIDE
@@ -60,20 +59,13 @@ class Parts:
     """Pairs of its own experts."""
 
 
-class ServedExperts:
+class ServedExperts(WrappedExperts):
     """An `ExpertSet` with guests behind its own slots."""
 
-    def __init__(self, experts: ExpertSet, num_own: int) -> None:
-        self.experts, self.num_own, self.ids = experts, num_own, experts.ids
+    def __init__(self, experts: ExpertSet[torch.Tensor], num_own: int) -> None:
+        super().__init__(experts)
+        self.num_own = num_own
         self.lent: InFlight[torch.Tensor] | None = None
-
-    @property
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        return self.experts.weights
-
-    @property
-    def out_width(self) -> int:
-        return self.experts.out_width
 
     def cut(self, counts: Sequence[int]) -> tuple[list[int], list[int], int]:
         """(pairs of each own expert, of each guest, of all own ones)."""
@@ -108,17 +100,6 @@ class ServedExperts:
     ) -> Grads:
         """Of its own; those of guests are `ServedGrads`'."""
         return self.experts.wgrad([parts.own for parts in pending], begun, wanted)
-
-    def flatten(self, slots: Sequence[int]) -> torch.Tensor:
-        return self.experts.flatten(slots)
-
-    def shadow_wgrad(self, pending: Any, rows: torch.Tensor) -> None:
-        self.experts.shadow_wgrad(pending, rows)
-
-    def add_shadow_grads(
-        self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        self.experts.add_shadow_grads(slots, rows, weight_grads)
 
 
 class FusedWithGuests:
@@ -227,9 +208,11 @@ class Guests:
 class ServedGrads:
     """The guests of one backward pass."""
 
-    def __init__(self, kept: ServedKept, pairs: Any) -> None:
+    def __init__(self, kept: ServedKept, pairs: PairExperts) -> None:
         self.kept, self.shadows = kept, kept.shadows
-        self.experts: ServedExperts = pairs.experts  # those that forward had
+        assert isinstance(pairs, PairwiseExperts | FusedWithGuests)
+        assert isinstance(pairs.experts, ServedExperts), "those that forward had"
+        self.experts = pairs.experts
         self.grads: list[torch.Tensor] | None = None
         """Of each weight all guests' in one piece: kernels add to no other."""
 

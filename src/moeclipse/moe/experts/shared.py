@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.moe.config import ExpertsConfig
-from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
+from moeclipse.moe.exchange.saved_tensors import Context, put_together, take_apart
 from moeclipse.moe.experts.fused import visit_all
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.experts.weight_init import WeightInit
@@ -56,12 +56,18 @@ def shared_expert_reference(x_TD: torch.Tensor, experts: Experts | GatedShared) 
     return y if not biases else y + biases[1]
 
 
+class SharedContext(Context):
+    experts: Any
+    """Experts or GatedShared; `state` is what these keep."""
+    state: Any
+
+
 class _Shared(torch.autograd.Function):
     """Weight gradients go where those of other experts go, which autograd knows nothing of."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: torch.Tensor, experts: Experts | GatedShared, output: bool, *_: torch.Tensor
+        ctx: SharedContext, x_TD: torch.Tensor, experts: Experts | GatedShared, output: bool, *_: torch.Tensor
     ) -> torch.Tensor:
         if output:
             y_TD, saved = experts.forward(x_TD, [len(x_TD)])
@@ -74,7 +80,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[object, ...]:
+    def backward(ctx: SharedContext, dy_TD: torch.Tensor) -> tuple[object, ...]:
         dx_TD, pending = ctx.experts.dgrad(dy_TD.contiguous(), put_together(ctx.state, ctx.saved_tensors))
         return dx_TD, None, None, *ctx.experts.wgrad([pending], wanted=ctx.needs_input_grad[3:])
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeclipse.moe.experts.protocols import ExpertSet, PendingWgrad, Unhooked
+from moeclipse.moe.experts.protocols import ExpertSet, PendingWgrad, Unhooked, WrappedExperts
 from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.moe.own_loop.shards import ExpertPlace, load_shards, save_shards, trust_shards
 from moeclipse.ops.activation import GATED, Activation, activate_backward, activated, hidden_width
@@ -312,15 +312,16 @@ def spread(bias_EN: Weight, counts: Sequence[int]) -> torch.Tensor:
     return bias_EN.detach().repeat_interleave(repeats, dim=0, output_size=sum(counts))
 
 
-class PadToCapacity:
+class PadToCapacity(WrappedExperts):
     """An `ExpertSet` where every expert computes exactly `capacity` rows, zeros filling up. No shadows."""
 
-    def __init__(self, experts: ExpertSet, capacity: int) -> None:
-        self.experts, self.capacity, self.ids = experts, capacity, experts.ids
+    def __init__(self, experts: ExpertSet[torch.Tensor], capacity: int) -> None:
+        super().__init__(experts)
+        self.capacity = capacity
 
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, tuple[Any, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, tuple[object, torch.Tensor]]:
         assert shadows is None, "shadows run as they are, without padding"
         starts = [slot * self.capacity for slot in range(len(counts))]
         place = torch.cat(
@@ -330,34 +331,10 @@ class PadToCapacity:
         y, saved = self.experts.forward(self._spread(x, place), [self.capacity] * len(counts))
         return y[place], (saved, place)
 
-    def dgrad(self, dy: torch.Tensor, saved: tuple[Any, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def dgrad(self, dy: torch.Tensor, saved: tuple[object, torch.Tensor]) -> tuple[torch.Tensor, object]:
         inner, place = saved
         dx, pending = self.experts.dgrad(self._spread(dy, place), inner)
         return dx[place], pending
-
-    def wgrad(
-        self, pending: Sequence[PendingWgrad], begun: Grads = (), wanted: Sequence[bool] | None = None
-    ) -> Grads:
-        return self.experts.wgrad(pending, begun, wanted)
-
-    def flatten(self, slots: Sequence[int]) -> torch.Tensor:
-        return self.experts.flatten(slots)
-
-    def shadow_wgrad(self, pending: PendingWgrad, rows: torch.Tensor) -> None:
-        self.experts.shadow_wgrad(pending, rows)
-
-    def add_shadow_grads(
-        self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        self.experts.add_shadow_grads(slots, rows, weight_grads)
-
-    @property
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        return self.experts.weights
-
-    @property
-    def out_width(self) -> int:
-        return self.experts.out_width
 
     def _spread(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         padded = rows.new_zeros(len(self.ids) * self.capacity, rows.shape[1])

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -59,7 +58,8 @@ class Routing:
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Routing:
         """The same with other tensors, in that order."""
-        filled: Routing = _filled(self, iter(tensors))
+        filled = _filled(self, iter(tensors))
+        assert isinstance(filled, Routing)
         return filled
 
     @property
@@ -94,7 +94,7 @@ def _tensors_of(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors_of(item)
 
 
-def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def _filled(value: object, tensors: Iterator[torch.Tensor]) -> object:
     if isinstance(value, torch.Tensor):
         return next(tensors)
     if not is_dataclass(value) or isinstance(value, type):

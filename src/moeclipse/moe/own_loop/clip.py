@@ -74,7 +74,9 @@ def grad_norm(
     if isinstance(model, nn.Module):
         layers = list(moe_layers(model))
     else:
-        layers = [(f"layer {layer.layer}", layer) for layer in layers_of(parameters)]
+        layers = [
+            (f"layer {layer.layer}", layer) for layer in layers_of(parameters) if isinstance(layer, MoE)
+        ]
     experts = {id(parameter) for _, layer in layers for parameter in layer.experts.parameters()}
     counted = {id(parameter) for parameter in parameters}
     dense = [p.grad for p in parameters if p.grad is not None and id(p) not in experts]

@@ -54,7 +54,7 @@ def _gather_shards(mesh: Mesh, mine: ExpertShards, key: str) -> torch.Tensor:
     """A tensor over all experts from the parts of the ranks that share them out."""
     place = mine.place
     cut = None if place.cut is None else vars(place.cut)
-    told = mesh.gather_objects([place.experts, cut, mine.local.numel()])
+    told = mesh.gather_objects((place.experts, cut, mine.local.numel()))
     logical = mine.local.new_zeros(mine.shape)
     parts = _gather_flat(mesh, mine.local, max(size for *_, size in told), key)
     for rank, part in zip(mesh.experts.ranks, parts, strict=True):
@@ -69,7 +69,7 @@ def _gather_shards(mesh: Mesh, mine: ExpertShards, key: str) -> torch.Tensor:
 def _gather_modules(layer: MoE, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors of all modules, in the order of ranks: names and sizes first, then their bytes."""
     mesh, mine = layer.mesh, layer.experts.state_dict(prefix=prefix)
-    told = mesh.gather_objects([[key, str(t.dtype), list(t.shape)] for key, t in mine.items()])
+    told = mesh.gather_objects([(key, str(t.dtype), list(t.shape)) for key, t in mine.items()])
     raw = [as_bytes(tensor) for tensor in mine.values()]
     flat = torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8, device=mesh.device)
     sizes = [[_bytes_of(dtype, shape) for _, dtype, shape in rank] for rank in told]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.shown import warn
 from moeclipse.moe.private_torch import (
@@ -95,10 +96,20 @@ class Grad:
         return changed
 
 
+class Guarded(Protocol):
+    """What a `MoE` is here."""
+
+    mesh: Mesh
+    layer: int
+
+    @property
+    def experts(self) -> nn.Module: ...
+
+
 class Gradients:
     """Of the experts of one layer."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Guarded) -> None:
         mesh, experts = layer.mesh, layer.experts
         self.where, self.shared_out = f"layer {layer.layer}", mesh.experts.size > 1
         self._experts, self._loads, self._layer = ref(experts), loads_of(experts), LayerOf(layer)
@@ -135,28 +146,28 @@ class Gradients:
             warn(forgotten_text(self.where, "weights were changed after a backward"))
 
 
-def gradients_of(layer: object) -> Gradients:
+def gradients_of(layer: Guarded) -> Gradients:
     """Of a `MoE` with a mesh of several ranks; it holds them."""
-    if "gradients" not in vars(layer):
-        vars(layer)["gradients"] = Gradients(layer)
-    found: Gradients = vars(layer)["gradients"]
+    found: Gradients | None = vars(layer).get("gradients")
+    if found is None:
+        found = layer.__dict__["gradients"] = Gradients(layer)
     return found
 
 
 class LayerOf:
     """A layer that outlives its parameters or not; what is copied or pickled knows none."""
 
-    def __init__(self, layer: Any = None) -> None:
+    def __init__(self, layer: Guarded | None = None) -> None:
         self._layer = None if layer is None else ref(layer)
 
-    def __call__(self) -> object:
+    def __call__(self) -> Guarded | None:
         return None if self._layer is None else self._layer()
 
     def __reduce__(self) -> tuple[type[LayerOf], tuple[()]]:
         return LayerOf, ()
 
 
-def name_layer(layer: Any) -> None:
+def name_layer(layer: Guarded) -> None:
     """Let its experts' parameters know it, where ranks hold different experts."""
     if layer.mesh.num_ranks > 1:
         try:
@@ -167,7 +178,7 @@ def name_layer(layer: Any) -> None:
             setattr(parameter, LAYER, LayerOf(layer))
 
 
-def layers_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
+def layers_of(parameters: Iterable[torch.Tensor]) -> list[Guarded]:
     """Layers whose experts are among these, in their order, where ranks hold different experts."""
     found = (getattr(parameter, LAYER, LayerOf())() for parameter in parameters)
     return list(dict.fromkeys(layer for layer in found if layer is not None))
@@ -264,7 +275,8 @@ def refuse_wrong_wrap(experts: nn.Module) -> None:
     """Of a layer whose ranks hold different experts; inside its forward."""
     mine = {id(parameter) for parameter in experts.parameters()}
     ddp = active_ddp()
-    if ddp is not None and ddp.process_group.size() > 1:
+    group = None if ddp is None else ddp.process_group
+    if ddp is not None and group is not None and group.size() > 1:
         ignored = set(ddp.parameters_to_ignore)
         for name, parameter in ddp.module.named_parameters():
             if id(parameter) in mine and name not in ignored:

@@ -20,8 +20,8 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -29,6 +29,9 @@ from moeclipse.moe.losses import UnreadLosses
 
 WIDTH = 2
 """Microbatches in flight: one computes while the other's rows travel."""
+
+
+Result = TypeVar("Result")
 
 
 class Reporting(Protocol):
@@ -54,7 +57,7 @@ class Turns:
         self._unread: dict[int, list[UnreadLosses]] = {}
         self._failed: BaseException | None = None
 
-    def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """What each job returns; the first error of any of them."""
         if len(jobs) == 1:
             results = [jobs[0]()]
@@ -106,7 +109,9 @@ class Turns:
         """Whether this thread runs a job."""
         return threading.get_ident() in self._threads
 
-    def _job(self, number: int, job: Callable[[], Any], settings: Callable[[], Any]) -> None:
+    def _job(
+        self, number: int, job: Callable[[], object], settings: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         try:
             with self._gate:
                 self._wait(number)

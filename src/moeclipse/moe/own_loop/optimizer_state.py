@@ -75,7 +75,7 @@ def changed(
     known: Known,
     optimizer: Optimizer,
     state_dict: dict[str, Any],
-    change: Callable[[str, Any, ExpertPlace, torch.Tensor], Any],
+    change: Callable[[str, object, ExpertPlace, torch.Tensor], object],
     *,
     strict: bool,
 ) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def say(known: Known, optimizer: Optimizer, state_dict: dict[str, object]) -> di
     return changed(known, optimizer, state_dict, lambda _, value, *of: said(value, *of), strict=True)
 
 
-def said(value: Any, place: ExpertPlace, parameter: torch.Tensor) -> Any:
+def said(value: object, place: ExpertPlace, parameter: torch.Tensor) -> object:
     if not isinstance(value, torch.Tensor) or isinstance(value, ExpertShards) or value.dim() == 0:
         return value
     if value.shape == parameter.shape:
@@ -119,7 +119,7 @@ def take(known: Known, optimizer: Optimizer, state_dict: dict[str, object]) -> d
     )
 
 
-def taken(value: Any, place: ExpertPlace, name: str) -> Any:
+def taken(value: object, place: ExpertPlace, name: str) -> object:
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     return place.take(value, f"the optimizer's {name}")

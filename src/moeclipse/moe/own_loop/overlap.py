@@ -33,9 +33,12 @@ from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.standalone import moe_layers
 
 T = TypeVar("T")
+Result = TypeVar("Result")
 
 
-def overlap(model: nn.Module, microbatches: Sequence[T], call: Callable[[T], Any] | None = None) -> list[Any]:
+def overlap(
+    model: nn.Module, microbatches: Sequence[T], call: Callable[[T], Result] | None = None
+) -> list[Result]:
     """What the model returns for each microbatch, in order. All ranks have as many of them.
 
     A tuple or list is given to the model as arguments, a dict as named ones, all else as its only argument;
@@ -61,7 +64,7 @@ def overlap(model: nn.Module, microbatches: Sequence[T], call: Callable[[T], Any
     return results
 
 
-def _call(model: nn.Module, given: Any) -> Any:
+def _call(model: nn.Module, given: object) -> Any:
     if isinstance(given, Mapping):
         return model(**given)
     return model(*given) if isinstance(given, (tuple, list)) else model(given)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -89,7 +89,7 @@ class ExpertPlace:
             at = tuple(slice(first, first + size) for first, size in zip(offsets, here.shape, strict=True))
             logical[at] = here
 
-    def take(self, given: Any, name: str) -> object:
+    def take(self, given: torch.Tensor, name: str) -> object:
         """The local tensor, of one that was saved: these experts' own, or one over all experts.
 
         A plain tensor of the local shape says nothing of experts, and is taken at its word.
@@ -116,7 +116,7 @@ class ExpertShards(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, place: ExpertPlace) -> ExpertShards:
-        made: ExpertShards = wrapper(cls, place.shape(local.shape), local)
+        made = wrapper(cls, place.shape(local.shape), local)
         made.local, made.place = local, place
         return made
 
@@ -124,11 +124,11 @@ class ExpertShards(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        first = args[0]
+        first, *others = args
         if func in ALIKE and isinstance(first, ExpertShards):
-            return ExpertShards(func(first.local, *args[1:], **(kwargs or {})), first.place)
-        other = args[1] if len(args) > 1 else None
-        if func is NEW_EMPTY and isinstance(first, ExpertShards) and tuple(args[1]) == tuple(first.shape):
+            return ExpertShards(func(first.local, *others, **(kwargs or {})), first.place)
+        other = others[0] if others else None
+        if func is NEW_EMPTY and isinstance(first, ExpertShards) and tuple(others[0]) == tuple(first.shape):
             return ExpertShards(func(first.local, first.local.shape, **(kwargs or {})), first.place)
         if isinstance(first, ExpertShards) and isinstance(other, ExpertShards) and first.place == other.place:
             if func is COPY:
@@ -145,14 +145,11 @@ class ExpertShards(torch.Tensor):
             "moeclipse.full_state_dict(model) for tensors over all experts"
         )
 
-    def untyped_storage(self) -> Any:
+    def untyped_storage(self) -> NoReturn:
         """Whoever writes the bytes of tensors must not take this rank's for all."""
         raise self.cannot("whoever asks for the memory")
 
-    def storage(self) -> object:
-        raise self.cannot("whoever asks for the memory")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         cut = None if self.place.cut is None else tuple(vars(self.place.cut).values())
         return rebuild_shards, (self.local, self.place.experts, self.place.num_experts, cut)
 

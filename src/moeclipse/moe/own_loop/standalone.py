@@ -166,7 +166,10 @@ def _with_gradients(name: str, layer: MoE) -> list[tuple[str, nn.Parameter]]:
 
 def refuse_averaged_experts(model: nn.Module) -> None:
     """DDP that was not told about experts has averaged those of different numbers."""
-    if not isinstance(model, DistributedDataParallel) or model.process_group.size() == 1:
+    if not isinstance(model, DistributedDataParallel):
+        return
+    group = model.process_group
+    if group is None or group.size() == 1:
         return
     ignored = set(model.parameters_to_ignore)
     for name, layer in moe_layers(model.module):

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -31,8 +31,9 @@ from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.tune.granularity import (
     CHUNKS,
+    CutReport,
     Granularity,
-    granularity_of,
+    Groups,
     partitions_to_try,
     rank_by_simulation,
     start_groups,
@@ -52,6 +53,31 @@ MOST_SCATTER = 0.05
 LEAST_GAIN = 0.03
 """... and the plain one, where it is what stays otherwise, also who takes no more than this longer, or than
 calls scatter, without limit."""
+
+
+class CutState(TypedDict):
+    """Of a checkpoint, where tuples are lists."""
+
+    groups: Groups
+    chunks: int
+    units: tuple[tuple[int, int], ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice:
+    """What is written down of a layer, for runs that choose alike."""
+
+    probe: Probe
+    tried: tuple[Granularity, ...]
+    calls: int = CALLS
+    """Of each that was tried."""
+    chosen: Granularity | None
+    over_plain: float | None = None
+    scatter: float | None = None
+
+    @property
+    def cuts(self) -> list[Granularity]:
+        return [*self.tried, *([] if self.chosen is None else [self.chosen])]
 
 
 class CutChoice:
@@ -115,9 +141,9 @@ class CutChoice:
 
     def take_turn(
         self,
-        known: dict[str, Any] | None,
+        known: LayerChoice | None,
         tell: Callable[[list[float]], list[list[float]]],
-        keep: Callable[[dict[str, object]], None],
+        keep: Callable[[Granularity], None],
     ) -> None:
         """What this call runs; behind the last trial ranks `tell` each other their times, and one stays.
 
@@ -128,44 +154,44 @@ class CutChoice:
         if not trials.over:
             self.use, self.watch = trials.next()
             return
-        if known is not None and known["chosen"] is not None:
-            self.use = granularity_of(known["chosen"])
-            self.over_plain, self.scatter = known.get("over_plain"), known.get("scatter")
+        if known is not None and known.chosen is not None:
+            self.use, self.over_plain, self.scatter = known.chosen, known.over_plain, known.scatter
         else:
             self.use = trials.choose(tell)
             self.over_plain, self.scatter = trials.over_plain, trials.scatter
-            keep(self.record(self.use))
+            keep(self.use)
         self._tried = len(trials.candidates)
         self.watch, self.trials = Stopwatch(trials.cuda), None
 
-    def record(self, chosen: Granularity | None = None) -> dict[str, Any]:
+    def record(self, probe: Probe, chosen: Granularity | None = None) -> LayerChoice:
         trials = self.trials
-        return {
-            "tried": [] if trials is None else [asdict(one) for one in trials.candidates],
-            "calls": 0 if trials is None else trials.calls,
-            "chosen": None if chosen is None else asdict(chosen),
-            "over_plain": self.over_plain,
-            "scatter": self.scatter,
-        }
+        return LayerChoice(
+            probe=probe,
+            tried=() if trials is None else tuple(trials.candidates),
+            calls=0 if trials is None else trials.calls,
+            chosen=chosen,
+            over_plain=self.over_plain,
+            scatter=self.scatter,
+        )
 
-    def repeat(self, known: dict[str, Any], cuda: bool, calls: int = 0) -> None:
+    def repeat(self, known: LayerChoice, cuda: bool, calls: int = 0) -> None:
         """Go on behind so many calls of trials that an equal run made."""
-        if self.open and known["tried"]:
-            tried = [replace(granularity_of(one), rule="resumed") for one in known["tried"]]
-            self.trials = Trials(tried, cuda, self.careful, len(tried), known.get("calls", CALLS))
+        if self.open and known.tried:
+            tried = [replace(one, rule="resumed") for one in known.tried]
+            self.trials = Trials(tried, cuda, self.careful, len(tried), known.calls)
             self.trials.skip(calls)
 
-    def take_tuned(self, known: dict[str, Any]) -> None:
+    def take_tuned(self, known: LayerChoice) -> None:
         """What stays without a trial is in use from the first call on."""
-        if self.open and known["chosen"] is not None and not known["tried"]:
-            self.use = granularity_of(known["chosen"])
+        if self.open and known.chosen is not None and not known.tried:
+            self.use = known.chosen
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> CutState:
         """Amid trials what stays without them."""
         use = self.use if self.trials is None else self.trials.unseen
         return {"groups": use.groups, "chunks": use.chunks, "units": use.units}
 
-    def load_state(self, state: dict[str, Any]) -> bool:
+    def load_state(self, state: CutState) -> bool:
         """Whether it is taken over: not amid trials, and not where it was made for other ranks."""
         if self.trials is not None and not self.trials.over:
             return False
@@ -177,8 +203,7 @@ class CutChoice:
         self.use = Granularity(groups=groups, chunks=state["chunks"], units=units, rule="resumed")
         return True
 
-    def report(self) -> dict[str, Any]:
-        """The choice, what was predicted of it, and how long forward exchanges took since."""
+    def report(self) -> CutReport:
         measured = self.watch.seconds() if self.watch is not None else None
         return {
             "steps": len(self.use.groups),

@@ -20,9 +20,9 @@ what all ranks know, so all decide alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 import torch
@@ -37,11 +37,11 @@ from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.served import serves
 from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.tune.cut_choice import CutChoice
+from moeclipse.moe.tune.cut_choice import CutChoice, CutState, LayerChoice
 from moeclipse.moe.tune.fixed_prices import fixed_prices
 from moeclipse.moe.tune.granularity import Granularity, Groups
 from moeclipse.moe.tune.probe import Probe
-from moeclipse.moe.tune.shadow_choice import NOBODY, ShadowChoice, gather_counts
+from moeclipse.moe.tune.shadow_choice import NOBODY, ShadowChoice, ShadowState, gather_counts
 from moeclipse.moe.tune.shadow_price import measured
 from moeclipse.moe.tune.stopwatch import Stopwatch, tell
 from moeclipse.ops.sending import MOST_CHOICES
@@ -116,6 +116,13 @@ def programs_of(shape: ExchangeShape) -> Programs:
     return Programs(forward=forward, backward=backward, pieces=pieces)
 
 
+class PolicyState(CutState):
+    """Of a layer's policy in a checkpoint; the first ones lack what may be left out."""
+
+    calls: NotRequired[int]
+    shadows: NotRequired[ShadowState]
+
+
 class ExchangeSchedule:
     """The granularity in use, and the shadows of each step."""
 
@@ -123,11 +130,11 @@ class ExchangeSchedule:
         self.config, self.num_ranks, self.hosts = config, len(hosts), hosts
         self.cuts, self.shadows = CutChoice(config, hosts), ShadowChoice(config, hosts)
         self.probe: Probe | None = None
-        self.on_choice: Callable[[dict[str, Any]], None] = lambda _: None
+        self.on_choice: Callable[[LayerChoice], None] = lambda _: None
         """Told, before it acts, what was decided from times."""
         self.by_the_book = False
         """Whether equal runs must choose alike: nothing is timed, and prices are fixed."""
-        self._known: dict[str, Any] | None = None
+        self._known: LayerChoice | None = None
         """What an equal run chose."""
         self._calls = self._rows = 0
         self._computed: list[int] = []
@@ -214,30 +221,30 @@ class ExchangeSchedule:
                 if probe is not None and (known is None or probe.fixed):
                     if self.cuts.tries(self.by_the_book) and probe.prices_rows:
                         self.cuts.begin(gather_counts(ids_TK, dispatcher, where), dispatcher, probe, cuda)
-                    self._keep(self.cuts.record())
+                    self._keep()
         if self.cuts.trials is not None:
             with mesh.recorder.apart("trials of granularities"):
                 self.cuts.take_turn(known, partial(tell, mesh), self._keep)
 
-    def _keep(self, cut: dict[str, object]) -> None:
+    def _keep(self, chosen: Granularity | None = None) -> None:
         assert self.probe is not None
-        self.on_choice({"probe": asdict(self.probe), **cut})
+        self.on_choice(self.cuts.record(self.probe, chosen))
 
-    def take_choice(self, choice: dict[str, object] | None) -> None:
+    def take_choice(self, choice: LayerChoice | None) -> None:
         """What an equal run chose is taken when this one would measure; what was tuned, at once."""
         self._known = choice
         if choice is not None:
             self.cuts.take_tuned(choice)
 
-    def _repeat(self, known: dict[str, Any], cuda: bool, calls: int = 0) -> None:
-        self.probe = Probe(**known["probe"])
+    def _repeat(self, known: LayerChoice, cuda: bool, calls: int = 0) -> None:
+        self.probe = known.probe
         self.cuts.repeat(known, cuda, calls)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> PolicyState:
         """What a resumed run needs to cut rows and to lend as this one does, JSON-able."""
         return {**self.cuts.state(), "calls": self._calls, "shadows": self.shadows.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: PolicyState) -> None:
         calls = state.get("calls", 0)
         if "shadows" in state:
             self.shadows.load_state(state["shadows"])

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
@@ -65,14 +65,18 @@ class Granularity:
         return self.num_units == 1
 
 
-def granularity_of(written: dict[str, Any]) -> Granularity:
-    """One that was written down as JSON."""
-    units = written["units"]
-    given = {
-        "groups": tuple(tuple(members) for members in written["groups"]),
-        "units": None if units is None else tuple((step, chunk) for step, chunk in units),
-    }
-    return Granularity(**{**written, **given})
+class CutReport(TypedDict):
+    """The choice, what was predicted of it, and how long forward exchanges took since."""
+
+    steps: int
+    chunks: int
+    rule: str
+    predicted_ms: float
+    blocking_ms: float
+    measured_ms: float | None
+    over_plain: float | None
+    scatter: float | None
+    tried: int
 
 
 def start_groups(
@@ -139,11 +143,11 @@ def cut_in_words(steps: int, chunks: int) -> str:
     return "one go" if steps == chunks == 1 else f"{steps} steps x {chunks} chunks"
 
 
-def against_blocking(reports: Sequence[dict[str, Any]]) -> str:
+def against_blocking(reports: Sequence[CutReport]) -> str:
     """What trials of some layers saw; nothing where the blocking exchange was not among them, or stays."""
     seen = [report["over_plain"] for report in reports if report["over_plain"] is not None]
     if not seen or set(seen) == {1.0}:
         return ""
-    scatters = [report["scatter"] for report in reports if report.get("scatter") is not None]
+    scatters = [scatter for report in reports if (scatter := report.get("scatter")) is not None]
     sure = f" (calls scattered by {100 * max(scatters):.0f} %)" if scatters else ""
     return f", blocking took {statistics.mean(seen):.2f} times as long{sure}"

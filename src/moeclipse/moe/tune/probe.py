@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -31,6 +31,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.protocols import PendingWgrad
 from moeclipse.moe.tune.replica_price import sync_price
 from moeclipse.moe.tune.stopwatch import (
     MORE,
@@ -143,6 +144,25 @@ class Probe:
         )
 
 
+class SizesInBytes(TypedDict):
+    """Of a row, and of an expert's parameters and gradients."""
+
+    row_bytes: float
+    parameter_bytes: float
+    gradient_bytes: float
+
+
+class FarPrices(TypedDict):
+    """Of links between hosts."""
+
+    far_bandwidth: float | None
+    far_link: float | None
+    far_latency: float
+
+
+NOTHING_FAR: FarPrices = {"far_bandwidth": 0.0, "far_link": 0.0, "far_latency": 0.0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
     """What all ranks know of an expert, though some may hold none."""
@@ -172,8 +192,7 @@ class ExpertSizes:
             held=most,
         )
 
-    def as_bytes(self) -> dict[str, Any]:
-        """Of a row, and of an expert's parameters and gradients."""
+    def as_bytes(self) -> SizesInBytes:
         return {
             "row_bytes": self.row_bytes,
             "parameter_bytes": self.parameters * self.weight_dtype.itemsize,
@@ -203,7 +222,7 @@ def measure(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe
         sync_bandwidth=bytes_per_s,
         doubt=max((slope.doubt for slope in slopes if slope.each is not None), default=0.0),
         **sizes.as_bytes(),
-        **({} if far is None else far.as_far()),
+        **(NOTHING_FAR if far is None else far.as_far()),
     )
 
 
@@ -243,9 +262,12 @@ class MeasuredLink:
     def slopes(self) -> tuple[Slope, Slope]:
         return self.together, self.alone
 
-    def as_far(self) -> dict[str, Any]:
-        rates = {"far_bandwidth": self.together.rate, "far_link": self.alone.rate}
-        return {**rates, "far_latency": self.latency}
+    def as_far(self) -> FarPrices:
+        return {
+            "far_bandwidth": self.together.rate,
+            "far_link": self.alone.rate,
+            "far_latency": self.latency,
+        }
 
 
 def _links(dispatcher: Dispatcher, mesh: Mesh) -> tuple[MeasuredLink, MeasuredLink | None]:
@@ -313,7 +335,8 @@ def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> list[list[
         saved = [experts.forward(x, counts)[1] for _ in range(REPEATS + 1)]  # modules go backward once
 
         def backward() -> None:
-            experts.dgrad(y, saved.pop())[1].add_to(*sums)
+            _, pending = experts.dgrad(y, saved.pop())
+            cast(PendingWgrad, pending).add_to(*sums)
 
         backward()
         return [len(counts), *forward, *timed(backward, mesh.device)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -39,6 +39,12 @@ LONGEST_REST = 64
 """Calls between two answers that were not worth asking for."""
 LOOK = 8
 """Calls between two looks at the sizes that travelled, where nothing was to be gained."""
+
+
+class ShadowState(TypedDict):
+    asks: bool
+    rest: int
+    left: int
 
 
 class ShadowChoice:
@@ -166,11 +172,11 @@ class ShadowChoice:
         if not self.asks:
             self.left = LOOK
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ShadowState:
         """What a resumed run needs to ask as this one does."""
         return {"asks": self.asks, "rest": self.rest, "left": self.left}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: ShadowState) -> None:
         self.asks, self.rest, self.left = state["asks"], state["rest"], state["left"]
 
 

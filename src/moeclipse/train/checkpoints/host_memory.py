@@ -35,10 +35,14 @@ class Pins(Protocol):
 
 class CudaPins:
     def pin(self, address: int, num_bytes: int) -> bool:
-        return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0
+        runtime = torch.cuda.cudart()
+        assert runtime is not None
+        return int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
 
     def unpin(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        runtime = torch.cuda.cudart()
+        assert runtime is not None
+        runtime.cudaHostUnregister(address)
 
 
 class HostMemory:

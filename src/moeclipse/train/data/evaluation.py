@@ -141,9 +141,9 @@ class Evaluation:
             elif layout.rank_of[stage - 1] != place:
                 h_TD = torch.empty(rows, self.config.model.d_model, dtype=model.dtype, device=mesh.device)
                 self._transfer(h_TD, layout.rank_of[stage - 1], place, stage - 1)
-            assert h_TD is not None
             for index in layers:
                 h_TD, _ = model.layer(index)(h_TD, positions, tokens)
+            assert h_TD is not None
             if stage + 1 < len(layout.stages) and layout.rank_of[stage + 1] != place:
                 self._transfer(h_TD.contiguous(), place, layout.rank_of[stage + 1], stage)
         if layout.rank_of[-1] != place:

@@ -336,8 +336,9 @@ def expanded(column: Any) -> int:
 
     kind = column.type
     if pyarrow.types.is_dictionary(kind):
-        sizes = pyarrow.compute.binary_length(column.dictionary)
-        whole = pyarrow.compute.sum(pyarrow.compute.take(sizes, column.indices).cast("int64"))
+        compute: Any = pyarrow.compute  # its functions are made when it is imported
+        sizes = compute.binary_length(column.dictionary)
+        whole = compute.sum(compute.take(sizes, column.indices).cast("int64"))
         return int(whole.as_py() or 0)
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         return len(column) + expanded(column.flatten())

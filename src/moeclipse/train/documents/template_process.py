@@ -161,8 +161,8 @@ def serve() -> None:
             return
         if render is None:
             made = tried(lambda first: renderer(first["template"], first["specials"]), asked[0])
-            render = made if callable(made) else None
-            answer(target, [{"text": ""} if callable(made) else made])
+            render = None if isinstance(made, dict) else made
+            answer(target, [made if isinstance(made, dict) else {"text": ""}])
             continue
         replies: list[Reply] = []
         size = 0

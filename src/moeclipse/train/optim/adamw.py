@@ -74,6 +74,7 @@ class Readable(Protocol):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
         """Elements [start, stop) of a flattened logical tensor; None: what is there stays."""
+        ...
 
     def __contains__(self, name: str) -> bool: ...
 

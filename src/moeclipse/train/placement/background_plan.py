@@ -312,10 +312,9 @@ class BackgroundPlanner:
         except (ConfigError, KeyError, TypeError, ValueError) as error:
             problem = f"rank {self.mesh.rank}: {error}"
         held = json.dumps([[p.slots, p.primary] for p in current])
-        mine = {"checksum": zlib.crc32(f"{text}{held}".encode()), "problem": problem}
-        votes = self.mesh.gather_objects(mine)
-        problems = [vote["problem"] for vote in votes if vote["problem"]]
-        stage = [votes[rank]["checksum"] for rank in self.mesh.stage.ranks]
+        votes = self.mesh.gather_objects((zlib.crc32(f"{text}{held}".encode()), problem))
+        problems = [problem for _, problem in votes if problem]
+        stage = [votes[rank][0] for rank in self.mesh.stage.ranks]
         differs = [len(set(stage)) > 1]
         if any(flag for (flag,) in self.mesh.gather_objects(differs)):
             problems.append("ranks disagree about the plan, or about what holds now")

@@ -37,7 +37,7 @@ from moeclipse.moe.tune.probe import Probe
 from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.train.config import TrainConfig, planner_problems
 from moeclipse.train.optim.adamw import AdamW
-from moeclipse.train.optim.buckets import Bucket
+from moeclipse.train.optim.buckets import Bucket, MainGrad
 from moeclipse.train.optim.shard_state import ShardState
 from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanRequest, Proposal, all_layers
 from moeclipse.train.placement.expert_buckets import ExpertBucket
@@ -66,7 +66,7 @@ class ModelPlacement:
         sharded = config.moe.expert_tp == "sharded" and mesh.tp > 1
         self.group = mesh.shard_experts if sharded else mesh.experts
         self.num_experts, self.seed = config.moe.num_experts, config.run.seed
-        self.main_grad = config.optim.main_grad
+        self.main_grad: MainGrad = config.optim.main_grad
         self.lends, self.calls = config.moe.shadow == "auto", config.optim.accumulate
         self.rows_saved = rows_per_pair(config.gate.expected_experts, self.group.size)
         self.policy = load_policy(self.config.policy) if self.config.policy else None

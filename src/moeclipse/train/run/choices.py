@@ -31,8 +31,8 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import read_table
 from moeclipse.core.values import Mismatch, convert, convert_table
 from moeclipse.moe.layer import MoE
+from moeclipse.moe.tune.cut_choice import LayerChoice
 from moeclipse.moe.tune.fixed_prices import fixed_prices
-from moeclipse.moe.tune.granularity import Granularity
 from moeclipse.moe.tune.probe import Probe
 from moeclipse.moe.tune.stopwatch import CannotMeasure
 from moeclipse.report.choices_form import misfits
@@ -53,22 +53,6 @@ MOST_UNITS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerChoice:
-    """What is written down of a layer."""
-
-    probe: Probe
-    tried: tuple[Granularity, ...]
-    chosen: Granularity | None
-    calls: int = 0
-    over_plain: float | None = None
-    scatter: float | None = None
-
-    @property
-    def cuts(self) -> list[Granularity]:
-        return [*self.tried, *([] if self.chosen is None else [self.chosen])]
-
-
-@dataclass(frozen=True, kw_only=True)
 class SearchTimes:
     step_s: float
     search_s: float
@@ -83,7 +67,7 @@ class Choices:
 
     def __init__(self, mesh: Mesh, directory: Path | None = None) -> None:
         self.mesh, self.directory = mesh, directory
-        self.layers: dict[str, dict[str, Any]] = {}
+        self.layers: dict[str, LayerChoice] = {}
         self.placement: dict[str, Any] | None = None
         self.settled: dict[str, Any] | None = None
         self.search: dict[str, float] | None = None
@@ -108,7 +92,8 @@ class Choices:
             raise ConfigError(problems)
         stages = [found if found.get("ranks") == self._ranks else {} for found in stages]
         if found := stages[self.mesh.pp_index]:
-            self.layers, self.placement = found["layers"], found["placement"]
+            self.layers = {name: convert_table(one, LayerChoice) for name, one in found["layers"].items()}
+            self.placement = found["placement"]
             self.hosts = tuple(found["hosts"])
             if all(other.get("settled") == found["settled"] for other in stages):
                 self.settled = found["settled"]
@@ -128,7 +113,7 @@ class Choices:
             layer.schedule.cuts.most_calls = calls
             layer.schedule.take_choice(self.layers.get(name))
 
-            def chosen(choice: dict[str, Any], name: str = name) -> None:
+            def chosen(choice: LayerChoice, name: str = name) -> None:
                 self.layers[name] = choice
                 self.write()
 
@@ -136,7 +121,7 @@ class Choices:
 
     def _check_cuts(self, name: str, num_ranks: int) -> None:
         if name in self.layers:
-            for cut in convert_table(self.layers[name], LayerChoice).cuts:
+            for cut in self.layers[name].cuts:
                 if cut.num_ranks != num_ranks or cut.num_units > MOST_UNITS:
                     raise ConfigError(
                         f"{self._name} cuts layer {name}, which {num_ranks} ranks share, into "
@@ -181,7 +166,8 @@ class Choices:
         """Nothing, as long as nothing was chosen."""
         chosen = self.layers or self.placement or self.settled is not None or self.experts or self.search
         if chosen and self.directory is not None and self.mesh.stage.index == 0:
-            text: dict[str, Any] = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
+            layers = {name: asdict(choice) for name, choice in self.layers.items()}
+            text: dict[str, Any] = {"ranks": self._ranks, "layers": layers, "placement": self.placement}
             text |= {"hosts": list(self.hosts), "settled": self.settled, "experts": self.experts}
             text |= {} if self.search is None else {"search": self.search}
             write_atomic(self.directory / self._name, json.dumps(text, indent=1) + "\n")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.tune.granularity import against_blocking, cut_in_words
+from moeclipse.moe.tune.granularity import CutReport, against_blocking, cut_in_words
 
 SEEN_STEPS = 4
 """Steps with the chosen cut, before it is told what it hides."""
@@ -42,7 +42,7 @@ class ExchangeNote:
         return in_words([layer.schedule.cuts.report() for layer in layers], hidden)
 
 
-def in_words(reports: Sequence[dict[str, Any]], hidden: float) -> list[str]:
+def in_words(reports: Sequence[CutReport], hidden: float) -> list[str]:
     """`reports` of all layers, and the share of communication that was hidden."""
     seen = [report for report in reports if report["measured_ms"] is not None]
     if not seen:
@@ -59,9 +59,9 @@ def in_words(reports: Sequence[dict[str, Any]], hidden: float) -> list[str]:
             else "no cut is predicted to be faster"
         )
         return [f"exchange: {chosen}: {others}"]
-    measured, predicted, blocking = (
-        sum(report[name] for report in seen) for name in ("measured_ms", "predicted_ms", "blocking_ms")
-    )
+    measured = sum(report["measured_ms"] or 0.0 for report in seen)
+    predicted = sum(report["predicted_ms"] for report in seen)
+    blocking = sum(report["blocking_ms"] for report in seen)
     against = against_blocking(seen) or f", predicted {predicted:.1f} ms, blocking {blocking:.1f} ms"
     share = f"{100 * hidden:.0f} % of communication hidden in {SEEN_STEPS} steps"
     return [f"exchange: {chosen}: {share}; {measured:.1f} ms{against}"]

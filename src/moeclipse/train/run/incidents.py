@@ -139,8 +139,8 @@ def withdraw(directory: Path, since: float) -> dict[str, object]:
                 noticed.append(str(record.get("what")))
     if taken:
         keep_lines(file, lambda line: line.rstrip("\n") not in taken)
-    found: dict[str, Any] = {"noticed": noticed} if noticed else {}
-    return found | ({"damaged_lines": damaged} if damaged else {})
+    found: dict[str, object] = {"noticed": noticed} if noticed else {}
+    return {**found, **({"damaged_lines": damaged} if damaged else {})}
 
 
 def record_of(line: bytes | None) -> dict[str, object] | None:

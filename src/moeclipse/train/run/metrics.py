@@ -137,7 +137,7 @@ class Metrics:
             self.window.add(record)
         self.write_line(record)
         if self._board is not None:
-            numbers = {
+            numbers: dict[str, float] = {
                 key: value
                 for key, value in record.items()
                 if isinstance(value, int | float) and key != "step"

@@ -136,8 +136,8 @@ class BestCheckpoint:
         self.folder, self.mesh = folder, mesh
         known = mesh.gather_objects(read_best(folder) if mesh.rank == 0 else None)[0]
         self.step, self.loss = -1, math.inf
-        if known is not None and known["step"] <= start:
-            self.step, self.loss = known["step"], known["eval_loss"]
+        if known is not None and known[0] <= start:
+            self.step, self.loss = known
 
     def is_better(self, loss: float) -> bool:
         return loss < self.loss  # never of NaN
@@ -155,8 +155,8 @@ class BestCheckpoint:
         return {"best_eval_loss": self.loss, "best_step": self.step} if self.step >= 0 else {}
 
 
-def read_best(folder: Path) -> dict[str, object] | None:
-    """What an earlier job found, if the checkpoint is still there."""
+def read_best(folder: Path) -> tuple[int, float] | None:
+    """(step, loss) of what an earlier job found, if the checkpoint is still there."""
     step = best_step(folder)
     if step is None or not (folder / step_name(step)).is_dir():
         return None
@@ -164,4 +164,4 @@ def read_best(folder: Path) -> dict[str, object] | None:
         loss = read_json(folder / BEST)["eval_loss"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return {"step": step, "eval_loss": loss} if type(loss) is float and math.isfinite(loss) else None
+    return (step, loss) if type(loss) is float and math.isfinite(loss) else None

@@ -19,14 +19,13 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.fastest import PLAIN, wire_times
 from moeclipse.core.auto import Auto
 from moeclipse.core.config import problems_of, with_values
-from moeclipse.moe.tune.cut_choice import LEAST_GAIN
+from moeclipse.moe.tune.cut_choice import LEAST_GAIN, LayerChoice
 from moeclipse.moe.tune.granularity import Granularity, cut_in_words
 from moeclipse.moe.validate import expert_group
 from moeclipse.train.config import TrainConfig
@@ -64,7 +63,7 @@ class Tuning:
         self.settled, self.lines = self._settled(config)
         self.config = with_values(config, self.settled)
         self.times: dict[TriedSetting, list[float]] = {}
-        self.layers: dict[TriedSetting, dict[str, dict[str, Any]]] = {}
+        self.layers: dict[TriedSetting, dict[str, LayerChoice]] = {}
 
     def _settled(self, config: TrainConfig) -> tuple[dict[str, object], list[str]]:
         """What is not tried: pipelines, which are simulated, and slots, for which memory counts."""
@@ -166,14 +165,14 @@ def cuts_of(learner: Learner) -> list[Cut]:
     return [*whole, *found[:MOST_CUTS]]
 
 
-def use_cut(learner: Learner, cut: Cut) -> dict[str, dict[str, object]]:
+def use_cut(learner: Learner, cut: Cut) -> dict[str, LayerChoice]:
     """Cut the rows of all layers so, where they can be; returns what repeats it, layer by layer."""
-    written: dict[str, dict[str, Any]] = {}
+    written: dict[str, LayerChoice] = {}
     for layer in learner.layers:
         schedule = layer.schedule
         use = next((one for one in schedule.cuts.ranked if cut_of(one) == cut), None)
         if use is None or schedule.probe is None:
             continue
         schedule.cuts.use = use
-        written[str(layer.layer)] = {"probe": asdict(schedule.probe), **schedule.cuts.record(use)}
+        written[str(layer.layer)] = schedule.cuts.record(schedule.probe, use)
     return written

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from moeclipse.comm.async_ops.reading import flat
 from moeclipse.comm.async_ops.record import Recorder
@@ -84,9 +85,9 @@ class GraphInputs:
     """Memory in which graphs find what eager work gives them: those that never run at once share it."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._found: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def like(self, tensor: torch.Tensor, *user: Any) -> torch.Tensor:
+    def like(self, tensor: torch.Tensor, *user: object) -> torch.Tensor:
         """Of this user, as large as `tensor`."""
         key = (*user, tensor.shape, tensor.stride(), tensor.dtype)
         if key not in self._found:
@@ -180,6 +181,10 @@ class CapturedPart:
         torch.autograd.backward(tensors, gradients)
 
 
+class ReplayedContext(FunctionCtx):
+    part: CapturedPart
+
+
 class _Replayed(torch.autograd.Function):
     """
     forward    outputs = part(x)
@@ -188,7 +193,7 @@ class _Replayed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, part: CapturedPart) -> Tensors:
+    def forward(ctx: ReplayedContext, x: torch.Tensor, part: CapturedPart) -> Tensors:
         ctx.part = part
         ctx.set_materialize_grads(False)
         outputs = part.forward(x)
@@ -198,7 +203,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[object, ...]:
+    def backward(ctx: ReplayedContext, *grads: torch.Tensor | None) -> tuple[object, ...]:
         return ctx.part.backward(grads), None
 
 
@@ -233,7 +238,7 @@ class PartGraphs(Graphs):
             self._kind = None
 
     def _run_of(self, layer: TransformerLayer) -> Callable[[Part, torch.Tensor], Tensors]:
-        states = [p.accumulation for p in layer.parameters() if hasattr(p, "accumulation")]
+        states = [vars(p)["accumulation"] for p in layer.parameters() if "accumulation" in vars(p)]
 
         def run(part: Part, x: torch.Tensor) -> Tensors:
             if self._kind is None or self.refused:

@@ -54,9 +54,9 @@ def arrange(config: TrainConfig, mesh: Mesh, model: Transformer) -> list[str]:
 
 def pick(expected: Mapping[Again, float], room: float) -> Again:
     """The first that fits; where none does, the one that takes least."""
-    least = min(LADDER, key=lambda level: expected[level])
-    places = {level: place for place, level in enumerate(LADDER)}
-    return Auto(costs=places, plain=least, wins=lambda level: expected[level] <= MARGIN * room).choice
+    least: Again = min(LADDER, key=lambda level: expected[level])
+    places: dict[Again, int] = {level: place for place, level in enumerate(LADDER)}
+    return Auto[Again](costs=places, plain=least, wins=lambda level: expected[level] <= MARGIN * room).choice
 
 
 def told(expected: Mapping[Again, float], room: float, level: Again) -> list[str]:

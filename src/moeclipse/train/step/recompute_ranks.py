@@ -146,7 +146,7 @@ def layer_keeps(config: TrainConfig, mesh: Mesh, samples: int, dense: bool) -> d
         mesh=alone,
         dtype=choose_dtype(config.model.dtype, mesh.device),
     )
-    kept = {level: kept_by(model, alone, length, level) for level in LADDER}
+    kept: dict[Again, float] = {level: kept_by(model, alone, length, level) for level in LADDER}
     scores = 0 if dense else SCORE_BYTES * length * (moe.num_experts - here)
     more = 0.0 if dense else arriving_bytes(config, mesh, model)
     if more and expert_group(mesh, moe).size > 1:
