@@ -9,7 +9,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.tokens import Structure, Tokens
+from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal
 
 pytestmark = [
@@ -54,7 +54,7 @@ def run(device: str, dtype: torch.dtype, top_k: int, fused: bool | None, deferre
 
 
 def call(moe: MoE, routing: Routing, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    return moe._apply_routed(routing, Structure(), (x,), tokens)
+    return moe.apply_experts(routing, x, tokens)
 
 
 def errors(found: dict, expected: dict) -> dict[str, float]:

@@ -38,7 +38,7 @@ from moeclipse.moe.own_loop.full_state import full_state_dict
 from moeclipse.moe.own_loop.guards import refuse_wrong_wrap, wrapping
 from moeclipse.moe.own_loop.shards import ExpertPlace, load_shards, save_shards, trust_shards
 from moeclipse.moe.own_loop.standalone import exclude_experts, held_layer, hold_layer, moe_layers
-from moeclipse.moe.tokens import Structure, Tokens, rows_for
+from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.validate import expert_group, given_exchange
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.expert_passes import NAMES
@@ -197,12 +197,7 @@ class ForeignLayer(MoE):
             expert_ids_TK=ids_TK, scores_TK=scores_TK, load_E=load_E, probs_TE=nothing, logits_TE=nothing
         )
         tokens = Tokens(mesh=self.mesh, first=0, total=len(x_TD), step=0 if call is None else call.step)
-        rows_TD = rows_for(x_TD, self.experts.weights[0])
-        if torch.is_autocast_enabled(x_TD.device.type):
-            with torch.autocast(x_TD.device.type, enabled=False):
-                y_TD = self._apply_routed(routing, Structure(), (rows_TD,), tokens, None, call)
-        else:
-            y_TD = self._apply_routed(routing, Structure(), (rows_TD,), tokens, None, call)
+        y_TD = self.apply_experts(routing, x_TD, tokens, None, call)
         if not again:
             no_loss = x_TD.detach().new_zeros(())
             self.last = MoEReport(aux_loss=no_loss, load_E=load_E, num_dropped=load_E.new_zeros(()))

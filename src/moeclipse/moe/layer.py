@@ -290,8 +290,8 @@ class MoE(nn.Module):
         experts, traced = self.experts, self.mesh.num_ranks == 1 and self.gate.compiles
         traced = traced and not self.config.score_input and not getattr(experts, "frozen", False)
         if not (traced and isinstance(x, torch.Tensor) and isinstance(experts, Experts)):
-            outside: torch.Tensor = torch.compiler.disable(self._eager)(x)
-            return outside
+            eager: Callable[[Inputs], torch.Tensor] = torch.compiler.disable(self._eager)
+            return eager(x)
         tokens = Tokens(mesh=self.mesh, first=0, total=len(x), group=self.mesh.stage)
         routing = self.gate(x, tokens)
         self.last = report_on(routing, routing.load_E, tokens.total, self.gate.config)
@@ -326,25 +326,37 @@ class MoE(nn.Module):
         told: Told | None = None,
         output: bool = True,
     ) -> tuple[torch.Tensor, MoEReport]:
-        """The layer on this rank's part of a global microbatch: gate, experts, report.
+        """Gate, plan, dispatch, experts, combine, report, on this rank's part of a global microbatch.
 
         `routing`: where the gate has been asked already. `told`: what takes loads along with the sizes of
         the exchange. Without `output` nobody reads it: experts that are here compute what gradients need.
         Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
         are shares: their sums over tp are the layer's.
         """
-        if routing is None:
-            routing = self.gate(x if isinstance(x, torch.Tensor) else Structure.take_apart(x)[1][0], tokens)
+        rows_TD = x if isinstance(x, torch.Tensor) else Structure.take_apart(x)[1][0]
+        chosen: Routing = self.gate(rows_TD, tokens) if routing is None else routing
         loads: Loads | None = None
         if told is not None:
-            loads = told.loads(routing.load_E, len(routing.expert_ids_TK), tokens.group)
+            loads = told.loads(chosen.load_E, len(chosen.expert_ids_TK), tokens.group)
         elif tokens.group.size > 1:
-            loads = self.gather_loads([routing], tokens)
-        y_TO = self.apply_experts(routing, x, tokens, loads, call, output=output)
-        return y_TO, self.report(routing, routing.load_E if loads is None else loads.total(), tokens)
+            loads = self.gather_loads([chosen], tokens)
+        y_TO = self.apply_experts(chosen, x, tokens, loads, call, output=output)
+        return y_TO, self.report(chosen, chosen.load_E if loads is None else loads.total(), tokens)
 
-    def apply_experts(self, routing: Routing, x: Inputs, *how: Any, output: bool = True) -> torch.Tensor:
-        """Those that the gate chose and those that all tokens share; `how`: as `_apply_routed` takes it."""
+    def apply_experts(
+        self,
+        routing: Routing,
+        x: Inputs,
+        tokens: Tokens,
+        loads: Loads | None = None,
+        call: Call | None = None,
+        *,
+        output: bool = True,
+    ) -> torch.Tensor:
+        """Those that the gate chose, and those that all tokens share.
+
+        The former here, where all of them are; over all tokens of all ranks; or by a plan that sends rows.
+        """
         built_in = isinstance(self.experts, Experts)
         narrow: Any = self.experts if built_in else self.shared
         like = None if narrow is None else narrow.like
@@ -354,32 +366,20 @@ class MoE(nn.Module):
         device = rows_TD.device.type
         cast = built_in and torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if cast else nullcontext():
-            y_TD = self._apply_routed(routing, structure, inputs, *how, output=output)
-            return y_TD if self.shared is None else y_TD + shared_expert(rows_TD, self.shared, output)
-
-    def _apply_routed(
-        self,
-        routing: Routing,
-        structure: Structure,
-        inputs: tuple[torch.Tensor, ...],
-        tokens: Tokens,
-        loads: Loads | None = None,
-        call: Call | None = None,
-        *,
-        output: bool = True,
-    ) -> torch.Tensor:
-        """Here, where all experts are; over all tokens of all ranks; or by a plan that sends rows."""
-        if self.all_here:
-            return self._apply_here(routing, inputs, structure, output)
-        if self.gathers and self.training:
-            here = partial(self._apply_here, structure=structure, output=output)
-            where = self.where(tokens)
-            return visit_gathered(here, routing, inputs, self.wire(), self.dispatcher, tokens, where)
-        alone = self.turns is None
-        planned = self.plan(routing, structure, inputs, tokens, loads, call, on_device=alone, whole=alone)
-        if self.turns is not None and self.turns.taken:
-            return dispatch_in_turns(self.turns, routing.scores_TK, planned, inputs, self.experts.weights)
-        return DispatchCombine.apply(routing.scores_TK, planned, *inputs, *self.experts.weights)
+            if self.all_here:
+                y_TO = self._apply_here(routing, inputs, structure, output)
+            elif self.gathers and self.training:
+                here = partial(self._apply_here, structure=structure, output=output)
+                where = self.where(tokens)
+                y_TO = visit_gathered(here, routing, inputs, self.wire(), self.dispatcher, tokens, where)
+            else:
+                turns, given = self.turns, (routing, structure, inputs, tokens, loads, call)
+                plan = self.plan(*given, on_device=turns is None, whole=turns is None)
+                if turns is not None and turns.taken:
+                    y_TO = dispatch_in_turns(turns, routing.scores_TK, plan, inputs, self.experts.weights)
+                else:
+                    y_TO = DispatchCombine.apply(routing.scores_TK, plan, *inputs, *self.experts.weights)
+            return y_TO if self.shared is None else y_TO + shared_expert(rows_TD, self.shared, output)
 
     def _apply_here(
         self, routing: Routing, inputs: tuple[torch.Tensor, ...], structure: Structure, output: bool = True

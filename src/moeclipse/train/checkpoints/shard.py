@@ -136,7 +136,7 @@ class Shard:
             torch.cuda.synchronize()
         return Shard(copies), memory
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, object]]:
         """What other ranks must know of these pieces, JSON-able."""
         return [
             {

@@ -9,8 +9,6 @@ Targets are the tokens that the assistant said (`train/documents/chat`); nothing
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from moeclipse.core.errors import DataError
@@ -89,7 +87,7 @@ class Conversations(Samples):
                 sums[row] += int(self.said[start + 1 : start + int(self.lengths[conversation])].sum())
         return sums
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         return {**super().fingerprint(), "kind": "chat", "num_documents": len(self.starts)}
 
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -113,7 +112,7 @@ class Corpus:
             self._refuse(tokens, start)
         return tokens
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Number of tokens and a hash of them (of evenly spaced windows when there are many)."""
         return {"num_tokens": len(self), "sha256": self._sha256}
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ class Evaluation:
         """After so many steps."""
         return done % self.config.eval.every == 0 or done == self.config.run.steps
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, object]:
         """Loss and perplexity, of all targets and of each source; the same on every rank. Collective."""
         mesh = self.mesh
         sums = torch.zeros(len(self.targets), dtype=torch.float64, device=mesh.device)

@@ -13,8 +13,6 @@ Contract. Numbers count from 0 in each window; where they change, a document beg
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from moeclipse.core.errors import DataError
@@ -63,5 +61,5 @@ class PackedSamples(Samples):
         counted: np.ndarray = self.seq_len - (last - first)
         return counted
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         return {**super().fingerprint(), "documents": "packed", "num_documents": len(self.ends)}

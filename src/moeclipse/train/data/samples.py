@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -139,7 +139,7 @@ class Samples:
         """The number of the source of each window."""
         return np.zeros(len(windows), dtype=np.int64)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """What must be the same for a window to be the same."""
         held = {"held_out": self.num_held} if self.num_held else {}
         return {"corpus": self.corpus.fingerprint(), **held}
@@ -165,7 +165,7 @@ class SampleSource(Protocol):
     def counted(self, windows: np.ndarray) -> np.ndarray: ...
     def source_of(self, windows: np.ndarray) -> np.ndarray: ...
     def held_windows(self) -> np.ndarray: ...
-    def fingerprint(self) -> dict[str, Any]: ...
+    def fingerprint(self) -> dict[str, object]: ...
 
 
 class Streams:
@@ -275,7 +275,7 @@ class Batches:
             self._counted = (step, sums.tolist())
         return self._counted[1]
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> dict[str, object]:
         """The data position before `step`, JSON-able, with all that gives the number its meaning."""
         return {"next_sample": step * self.batch_size, **self._fingerprint()}
 

@@ -93,7 +93,7 @@ class Mixture:
         parts = zip(self.sources, self._offsets[:-1], strict=True)
         return np.concatenate([source.held_windows() + offset for source, offset in parts])
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         parts = zip(self.names, self.counts, self.sources, strict=True)
         return {"source": {name: {"share": count, **one.fingerprint()} for name, count, one in parts}}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from moeclipse.core.errors import ConfigError, DataError
 from moeclipse.train.generate.text import GenerateConfig, LanguageModel
@@ -22,7 +21,7 @@ WARMTH = 0.7
 """Below 1: a model that has hardly learned is shown by what it is surest of."""
 
 
-def write_sample(learner: Learner, lines: int) -> dict[str, Any]:
+def write_sample(learner: Learner, lines: int) -> dict[str, object]:
     """{"lines": [[prompt, text], ...]}, or {"why": why there are none}; JSON-able. Collective."""
     config = learner.config
     if learner.mesh.pp > 1:

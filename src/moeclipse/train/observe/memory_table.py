@@ -120,7 +120,7 @@ def watched(learner: Learner) -> MemoryTable:
     return table
 
 
-def by_kind(learner: Learner) -> dict[str, Any]:
+def by_kind(learner: Learner) -> dict[str, object]:
     """Bytes of every rank at its peak, by what they are taken for, for the summary. Collective."""
     state = MemoryTable(learner.optim, [], by_autograd=False).state()
     rest = max(peak(learner.mesh.device) - sum(state.values()), 0)

@@ -98,7 +98,7 @@ def watch_layer(name: str, layer: nn.Module, recorder: Recorder) -> list[object]
     """
     begun: dict[str, Any] = {}
 
-    def before(_: nn.Module, given: tuple[Any, ...]) -> None:
+    def before(_: nn.Module, given: tuple[object, ...]) -> None:
         if recorder.tracing:
             begun["F"] = recorder.stamp()
             if given and isinstance(given[0], torch.Tensor) and given[0].requires_grad:

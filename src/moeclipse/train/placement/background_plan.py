@@ -289,7 +289,7 @@ class BackgroundPlanner:
             return None, f"the planner asked at step {nth(asked)} failed: {'; '.join(errors)}; experts stay"
         return self._vote(everyone[self.mesh.stage.ranks[0]]["plan"], current)
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> dict[str, object] | None:
         """For a checkpoint: the plans under way, waited for, by the first rank of their stage. Collective."""
         if self.pending is None:
             return None

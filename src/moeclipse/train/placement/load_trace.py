@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class StepLoad:
             if layer.gate.adapts:
                 layer.gate.rebalance(self.load_LE[number], self.seen_L3[number])
 
-    def record(self, num_tokens: int) -> dict[str, Any]:
+    def record(self, num_tokens: int) -> dict[str, object]:
         """For a line of metrics: rows by layer and expert, and experts per token over all layers."""
         load_LE = self.counts_PLE.sum(0)
         if not load_LE.numel():

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -284,7 +283,7 @@ class ModelPlacement:
             "waited_ms": round(1e3 * self.planner.waited_s),
         }
 
-    def state(self) -> list[dict[str, Any]]:
+    def state(self) -> list[dict[str, object]]:
         """For a checkpoint: who holds what, by layer of the whole model. Collective."""
         mine = [
             {

@@ -154,7 +154,7 @@ class Metrics:
         for key, value in numbers.items():
             self._board.add_scalar(key, value, nth(step))
 
-    def summary(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def summary(self, extra: dict[str, object]) -> dict[str, object]:
         """Means over the steps after warm-up; percentages never without their window.
 
         Losses, and what was dropped and skipped, are of the whole run, also of earlier starts.

@@ -27,7 +27,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CheckpointError, StorageError
@@ -150,7 +149,7 @@ class BestCheckpoint:
         if self.mesh.rank == 0:
             write_atomic(self.folder / BEST, json.dumps({"step": step, "eval_loss": loss}) + "\n")
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> dict[str, object]:
         """For the summary."""
         return {"best_eval_loss": self.loss, "best_step": self.step} if self.step >= 0 else {}
 

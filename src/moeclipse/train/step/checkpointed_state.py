@@ -58,7 +58,7 @@ class CheckpointedState:
     layers: list[MoE]
     memories: tuple[LayerMemory, ...]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """What a checkpoint must have in common with a run that continues it."""
         return fingerprint_of(self.config, self.dtype)
 
