@@ -9,7 +9,7 @@ import torch
 
 from apart import apart
 from moeclipse.moe import losses as module
-from moeclipse.moe.losses import Calls, lend, repay
+from moeclipse.moe.losses import Calls, defer_loss, replay_loss
 
 
 class InBackward(torch.autograd.Function):
@@ -64,10 +64,10 @@ def test_a_lent_loss_is_repaid() -> None:
     call, _ = calls.begin()
     weight = torch.tensor(3.0, requires_grad=True)
     with torch.no_grad():
-        lent = lend(weight.square(), call)
-    assert lent.requires_grad
-    (2 * lent).backward()
-    y = repay(torch.ones(2, requires_grad=True), weight.square(), call)
+        deferred = defer_loss(weight.square(), call)
+    assert deferred.requires_grad
+    (2 * deferred).backward()
+    y = replay_loss(torch.ones(2, requires_grad=True), weight.square(), call)
     y.sum().backward()
     assert weight.grad == 12.0
 
@@ -77,8 +77,8 @@ def test_a_loss_whose_gradient_comes_too_late_says_so() -> None:
     calls, state = Calls(), torch.get_rng_state()
     call, _ = calls.begin()
     with torch.no_grad():
-        lent = lend(torch.ones(()), call)
+        deferred = defer_loss(torch.ones(()), call)
     torch.set_rng_state(state)
     inside(calls.begin)
     with pytest.raises(RuntimeError, match=r"add aux_loss\(model\) to the loss and call backward once"):
-        lent.backward()
+        deferred.backward()

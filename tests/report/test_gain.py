@@ -15,7 +15,7 @@ from moeclipse.report.gain import (
     Difference,
     Gain,
     Lines,
-    Taken,
+    PlanTaken,
     cost_of_a_row,
     estimate,
     gain_of,
@@ -141,7 +141,7 @@ def test_no_more_is_won_than_was_waited() -> None:
         numbers = {"above": rows, "step_ms": even, "straggle_ms": np.array(straggle), "rest_ms": even}
         return Lines(step=np.arange(60), counts=np.ones(60, dtype=bool), **numbers)
 
-    plan = [Taken(step=29, asked=math.nan, since=math.nan)]
+    plan = [PlanTaken(step=29, asked=math.nan, since=math.nan)]
     for straggle, cost, expected in (
         ([3.0] * 30 + [0.5] * 30, 0.05, 3.0),
         ([30.0] * 30 + [0.5] * 30, 0.05, 9.5),
@@ -177,7 +177,7 @@ def test_steps_beside_which_a_plan_is_made_or_cuts_are_tried_do_not_count(tmp_pa
 
 def test_runs_that_tell_too_little(tmp_path: Path) -> None:
     assert gain_of(read_run(make_run(tmp_path / "none"))) is None, "no plan"
-    gain = estimate(None, None, [Taken(step=3, asked=2, since=0)])
+    gain = estimate(None, None, [PlanTaken(step=3, asked=2, since=0)])
     assert gain.above is None
     alone = read_run(make_run(tmp_path / "single", ranks=1))
     assert Lines.of(alone) is None
@@ -269,7 +269,7 @@ def test_nothing_is_claimed_where_no_plan_was(kind: str, num_ranks: int) -> None
         run = unplanned(kind, seed, num_ranks)
         lines, cost = Lines.of(run), cost_of_a_row(run)
         for place in np.linspace(25, NUM_STEPS - 26, PLACES).astype(int):
-            gain = estimate(lines, cost, [Taken(step=place, asked=place, since=0)])
+            gain = estimate(lines, cost, [PlanTaken(step=place, asked=place, since=0)])
             assert gain.clock is not None
             known += gain.clock.noise_ms is not None
             by_rows = gain.rows is not None and gain.rows.stands_out and gain.rows.ms > 0
@@ -297,7 +297,7 @@ def test_what_a_plan_won_is_told_beside_all_that() -> None:
         ranks = {"rows": rows_NP + uneven, "compute_ms": run.steps.ranks["compute_ms"] + 0.02 * uneven}
         table = StepTable(step=run.steps.step, columns=columns, ranks=ranks, rank_step=run.steps.step)
         made = run_of(table)
-        gain = estimate(Lines.of(made), cost_of_a_row(made), [Taken(step=119, asked=119, since=0)])
+        gain = estimate(Lines.of(made), cost_of_a_row(made), [PlanTaken(step=119, asked=119, since=0)])
         assert gain.rows is not None
         told[kind] = (gain.rows.stands_out and 10 < gain.rows.ms < 25, gain.clock_tells)
     assert [by_rows for by_rows, _ in told.values()] == [True] * 3

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import torch
 
-from moeclipse.core.config import Given, table_layer
+from moeclipse.core.config import Sourced, table_layer
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.core.outside import read_table
 from moeclipse.cost.cluster import Cluster, cluster_at
@@ -117,7 +117,7 @@ def load_run(path: Path, terms: RunTerms) -> RunStep:
     """The run of a configuration or of a folder."""
     source = RunSource.read(path)
     given, strange = table_layer(TrainConfig, source.settled, CHOICES)
-    changed = {key: Given(value, flag) for key, (flag, value) in terms.changes.items() if value is not None}
+    changed = {key: Sourced(value, flag) for key, (flag, value) in terms.changes.items() if value is not None}
     config = merge(source.config, flags=given | changed, problems=strange).built.with_warnings()
     measured = source.measured
     if measured is not None and "pipeline.schedule" in changed:

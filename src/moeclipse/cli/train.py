@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from moeclipse.cli.train_help import full_help, short_help
-from moeclipse.core.config import Given, build, flag_layer, keys_of, problems_of, to_toml, with_values
+from moeclipse.core.config import Sourced, build, flag_layer, keys_of, problems_of, to_toml, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.core.shown import say
 from moeclipse.hf.config_file import is_model_folder
@@ -147,13 +147,13 @@ def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
     options = build(Options, [{key: given for key, given in layer.items() if key in own}], problems)
     flags = {key: given for key, given in layer.items() if key not in own}
     if options.config.init_from:
-        flags["run.init_from"] = Given(options.config.init_from, "--init-from")
+        flags["run.init_from"] = Sourced(options.config.init_from, "--init-from")
     if options.config.trace != -1:
-        flags["metrics.trace"] = Given(options.config.trace, "--trace")
+        flags["metrics.trace"] = Sourced(options.config.trace, "--trace")
     if options.config.tune:
-        flags["run.tune"] = Given(True, "--tune")
+        flags["run.tune"] = Sourced(True, "--tune")
     if options.config.print_memory:
-        flags["metrics.memory"] = Given(True, "--print-memory")
+        flags["metrics.memory"] = Sourced(True, "--print-memory")
     file, preset = options.config.config or None, options.config.preset or None
     try:
         return options.config, merge(file, preset, flags, options.problems)

@@ -46,7 +46,7 @@ HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Sourced:
     """A value as it was given, and by whom (a file's name, or a flag)."""
 
     value: Any
@@ -57,7 +57,7 @@ class Given:
     """The old name of the key, where that was used (`core/renames`)."""
 
 
-ConfigLayer = Mapping[str, Given]
+ConfigLayer = Mapping[str, Sourced]
 """Dotted key -> what was given for it."""
 
 
@@ -152,7 +152,7 @@ def validate(config: T) -> T:
 # --- keys and what is given for them ---------------------------------------------------------------------
 
 
-def _take(key: str, given: Given, kind: Any) -> tuple[Any, str | None]:
+def _take(key: str, given: Sourced, kind: Any) -> tuple[Any, str | None]:
     """(value, problem) of one given value."""
     try:
         return (read_words if given.words else convert)(given.value, kind), None
@@ -201,10 +201,10 @@ def _meant(key: str, known: list[str], shown: Callable[[str], str]) -> str:
 # --- layers ----------------------------------------------------------------------------------------------
 
 
-def table_layer(schema: type, table: Mapping[str, Any], origin: str) -> tuple[dict[str, Given], list[str]]:
+def table_layer(schema: type, table: Mapping[str, Any], origin: str) -> tuple[dict[str, Sourced], list[str]]:
     """A nested table as a layer, and what in it belongs to no key."""
     known, renamed = keys_of(schema), renamed_in(schema)
-    layer: dict[str, Given] = {}
+    layer: dict[str, Sourced] = {}
     problems: list[str] = []
 
     def visit(part: Mapping[str, Any], prefix: str) -> None:
@@ -212,9 +212,9 @@ def table_layer(schema: type, table: Mapping[str, Any], origin: str) -> tuple[di
             key = f"{prefix}{name}"
             inside = [other for other in (*known, *renamed) if other.startswith(f"{key}.")]
             if key in known:
-                _give(layer, key, Given(value, origin), problems)
+                _give(layer, key, Sourced(value, origin), problems)
             elif key in renamed:
-                _give(layer, renamed[key], Given(value, origin, was=key), problems)
+                _give(layer, renamed[key], Sourced(value, origin, was=key), problems)
             elif inside and isinstance(value, Mapping):
                 visit(value, f"{key}.")
             elif inside:
@@ -232,7 +232,7 @@ def table_layer(schema: type, table: Mapping[str, Any], origin: str) -> tuple[di
     return layer, problems
 
 
-def _give(layer: dict[str, Given], key: str, given: Given, problems: list[str]) -> None:
+def _give(layer: dict[str, Sourced], key: str, given: Sourced, problems: list[str]) -> None:
     """Into a layer, unless it is there under another name."""
     there = layer.get(key)
     if there is not None and there.was != given.was:
@@ -244,7 +244,7 @@ def _give(layer: dict[str, Given], key: str, given: Given, problems: list[str]) 
 
 def flag_layer(
     schema: type, words: Sequence[str], positional: str = ""
-) -> tuple[dict[str, Given], list[str]]:
+) -> tuple[dict[str, Sourced], list[str]]:
     """A command line (`--gate.top-k 2`, `--gate.top_k=2`, `--data.no-shuffle`) as a layer, and its problems.
 
     A list takes all words up to the next flag; a boolean may stand alone. One word that belongs to no flag
@@ -252,7 +252,7 @@ def flag_layer(
     """
     known, renamed = keys_of(schema), renamed_in(schema)
     kinds = known | {old: known[new] for old, new in renamed.items()}
-    layer: dict[str, Given] = {}
+    layer: dict[str, Sourced] = {}
     problems: list[str] = []
     rest = list(words)
     while rest:
@@ -264,7 +264,7 @@ def flag_layer(
                 while rest and not rest[0].startswith("-") and "=" not in word:
                     rest.pop(0)  # its values are no file
             elif positional and positional not in layer and not word.startswith("-"):
-                layer[positional] = Given([word], "command line", words=True)
+                layer[positional] = Sourced([word], "command line", words=True)
             else:
                 problems.append(f"{word}: unexpected; flags are given as --name value")
             continue
@@ -287,7 +287,7 @@ def flag_layer(
         if any(map(HALF.search, values)):
             problems.append(f"{key}: what stands behind {flag} is not UTF-8 text")
         elif values or typing.get_origin(kinds[key]) is tuple:
-            given = Given(values, flag, words=True, was=key if key in renamed else "")
+            given = Sourced(values, flag, words=True, was=key if key in renamed else "")
             _give(layer, renamed.get(key, key), given, problems)
         else:
             problems.append(f"{key}: expected {expected_text(kinds[key])} after {flag}")

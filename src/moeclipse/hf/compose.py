@@ -186,7 +186,7 @@ def canonical_block(v: Values) -> Values:
     return v
 
 
-class Heard(dict[str, Any]):
+class TrackedTable(dict[str, Any]):
     """A table that remembers which of its keys were asked for."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
@@ -211,7 +211,7 @@ def candidate(family: Family, values: Values, context: int) -> dict[str, Any]:
     turns = any(v["model.rope_layers"] or (True,))
     write = write_both if family.turns_windows else write_rope
     rope = write(v, context) if turns else {"model_max_length": context}  # that of Kimi
-    told = Heard({**family.defaults, **their_keys(v), **rope, **dict(family.usual_needs()), **plain})
+    told = TrackedTable({**family.defaults, **their_keys(v), **rope, **dict(family.usual_needs()), **plain})
     with suppress(Missing):  # which reading tells
         family.rest(told)
     always = {"num_key_value_heads", *family.defaults, *rope, *plain}

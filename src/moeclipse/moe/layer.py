@@ -49,7 +49,7 @@ from moeclipse.moe.gate.custom_gate import OwnGate, make_gate
 from moeclipse.moe.gate.gates import Gate
 from moeclipse.moe.gate.node_limit import near_experts
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.losses import Call, Calls, MoEReport, UnreadLosses, lend, repay, report_on
+from moeclipse.moe.losses import Call, Calls, MoEReport, UnreadLosses, defer_loss, replay_loss, report_on
 from moeclipse.moe.own_loop.guards import (
     gradients_of,
     name_layer,
@@ -62,7 +62,7 @@ from moeclipse.moe.own_loop.guards import (
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
 from moeclipse.moe.private_torch import NO_BACKWARD, running_backward, transforming
-from moeclipse.moe.tokens import AskedTokens, Inputs, Loads, Structure, Tokens, Told, leave_out, rows_for
+from moeclipse.moe.tokens import AskedTokens, Inputs, Loads, Piggyback, Structure, Tokens, leave_out, rows_for
 from moeclipse.moe.tune.exchange_policy import ExchangeSchedule, plans_on_device
 from moeclipse.moe.tune.probe import Probe, measure
 from moeclipse.moe.validate import (
@@ -262,16 +262,16 @@ class MoE(nn.Module):
         num_tokens = len(rows_TD)
         call, again = self.history.begin() if self.training else (None, False)
         step = self.history.count if call is None else call.step
-        group, told = self.token_group, Told() if self._tells_with_sizes else None
-        if told is None:
+        group, message = self.token_group, Piggyback() if self._sends_with_sizes else None
+        if message is None:
             tokens = Tokens.of(self.mesh, num_tokens, step=step, group=group)
         else:
-            tokens = AskedTokens.asked(self.mesh, told.tokens, step, 0, group)
-        y_TO, report = self.run(x, tokens, call, told=told)
-        if call is not None and call.lent and again:
-            return repay(y_TO, report.aux_loss, call)
+            tokens = AskedTokens.asked(self.mesh, message.tokens, step, 0, group)
+        y_TO, report = self.run(x, tokens, call, message=message)
+        if call is not None and call.deferred and again:
+            return replay_loss(y_TO, report.aux_loss, call)
         if call is not None and not again and not torch.is_grad_enabled() and self.gate.learns:
-            report = replace(report, aux_loss=lend(report.aux_loss, call))
+            report = replace(report, aux_loss=defer_loss(report.aux_loss, call))
         if not again:
             self.last = report
             self.unread.add(report.aux_loss, y_TO)
@@ -305,7 +305,7 @@ class MoE(nn.Module):
         return self.mesh.data if self.sharded else self.mesh.stage
 
     @property
-    def _tells_with_sizes(self) -> bool:
+    def _sends_with_sizes(self) -> bool:
         """Whether loads and token counts go into the exchange of sizes.
 
         Where the same ranks share experts and tokens, and nobody asks before: a gate of one's own may.
@@ -323,12 +323,12 @@ class MoE(nn.Module):
         call: Call | None = None,
         *,
         routing: Routing | None = None,
-        told: Told | None = None,
+        message: Piggyback | None = None,
         output: bool = True,
     ) -> tuple[torch.Tensor, MoEReport]:
         """Gate, plan, dispatch, experts, combine, report, on this rank's part of a global microbatch.
 
-        `routing`: where the gate has been asked already. `told`: what takes loads along with the sizes of
+        `routing`: where the gate has been asked already. `message`: what takes loads along with the sizes of
         the exchange. Without `output` nobody reads it: experts that are here compute what gradients need.
         Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
         are shares: their sums over tp are the layer's.
@@ -336,8 +336,8 @@ class MoE(nn.Module):
         rows_TD = x if isinstance(x, torch.Tensor) else Structure.take_apart(x)[1][0]
         chosen: Routing = self.gate(rows_TD, tokens) if routing is None else routing
         loads: Loads | None = None
-        if told is not None:
-            loads = told.loads(chosen.load_E, len(chosen.expert_ids_TK), tokens.group)
+        if message is not None:
+            loads = message.loads(chosen.load_E, len(chosen.expert_ids_TK), tokens.group)
         elif tokens.group.size > 1:
             loads = self.gather_loads([chosen], tokens)
         y_TO = self.apply_experts(chosen, x, tokens, loads, call, output=output)
@@ -436,8 +436,8 @@ class MoE(nn.Module):
         plain = padded if whole else None
         decision = policy.decide(*given, learns=learns, decided=known, plain=plain)
         on_device = on_device and plans_on_device(routing.scores_TK)
-        told = (decision, routing, dispatcher, policy.hosts, where)
-        plan, staying = plan_exchange(*told, loads=loads, on_device=on_device)
+        agreed = (decision, routing, dispatcher, policy.hosts, where)
+        plan, staying = plan_exchange(*agreed, loads=loads, on_device=on_device)
         if learns:
             policy.learn(decision, plan)
         if call is not None:

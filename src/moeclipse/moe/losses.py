@@ -18,10 +18,10 @@ ours. So every call in training draws one number from it, as a dropout would: a 
 draws the number of an earlier call repeats that call. Where checkpointing was told not to restore it
 (`preserve_rng_state=False`), the last call is taken.
 
-Reentrant checkpointing runs the first forward without a graph, so the losses of the gate have none. `lend`
-gives such a loss a node of its own, which keeps the gradient that reaches it; the repeated forward hands it
-on (`repay`). The node was made inside the checkpointed region, so autograd runs it before the region's
-backward.
+Reentrant checkpointing runs the first forward without a graph, so the losses of the gate have none.
+`defer_loss` gives such a loss a node of its own, which keeps the gradient that reaches it; the repeated
+forward hands it on (`replay_loss`). The node was made inside the checkpointed region, so autograd runs it
+before the region's backward.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ class Call:
     """Keys the random numbers of the gate."""
     decided: Any = None
     """How the exchange was cut (`moe/tune/exchange_policy`)."""
-    lent: bool = False
+    deferred: bool = False
     d_loss: torch.Tensor | None = None
-    """The gradient of the gate's losses, where they were lent."""
+    """The gradient of the gate's losses, where its forward had no graph."""
     repeated: bool = False
 
 
@@ -162,26 +162,26 @@ class Calls:
         return call, False
 
 
-def lend(loss: torch.Tensor, call: Call) -> torch.Tensor:
+def defer_loss(loss: torch.Tensor, call: Call) -> torch.Tensor:
     """The loss of a forward without a graph, able to take a gradient."""
-    call.lent = True
+    call.deferred = True
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device=loss.device, dtype=loss.dtype)
-        lent: torch.Tensor = _Lent.apply(anchor, loss, call)
-        return lent
+        deferred: torch.Tensor = _DeferredGrad.apply(anchor, loss, call)
+        return deferred
 
 
-def repay(y: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:
-    """y; its backward also gives `loss` the gradient that reached the lent one."""
-    repaid: torch.Tensor = _Repaid.apply(y, loss, call)
-    return repaid
+def replay_loss(y: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:
+    """y; its backward also gives `loss` the gradient that reached the deferred one."""
+    replayed: torch.Tensor = _ReplayedGrad.apply(y, loss, call)
+    return replayed
 
 
 class CallContext(FunctionCtx):
     call: Call
 
 
-class _Lent(torch.autograd.Function):
+class _DeferredGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: CallContext, anchor: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:  # noqa: ARG004
         ctx.call = call
@@ -199,7 +199,7 @@ class _Lent(torch.autograd.Function):
         return None, None, None
 
 
-class _Repaid(torch.autograd.Function):
+class _ReplayedGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: CallContext, y: torch.Tensor, loss: torch.Tensor, call: Call) -> torch.Tensor:  # noqa: ARG004
         ctx.call = call

@@ -14,7 +14,7 @@ The global microbatch as one rank sees it is its tokens, and the rows that ranks
 Each rank of a group holds a contiguous part of the microbatch's tokens, in rank order. A gate that counts or
 draws over the whole microbatch asks here, and so gives the same answer however the tokens are shared out.
 Rows are counted once, for all who balance or share them out. Both numbers travel by themselves, or with the
-sizes of the exchange that follows (`Told`): then a call of a layer has one small message instead of three.
+sizes of the exchange that follows (`Piggyback`): a call of a layer has one small message then, not three.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class AskedTokens(Tokens):
 
 
 @dataclass
-class Told:
+class Piggyback:
     """Loads and the number of tokens of each rank, sent with the sizes of an exchange."""
 
     mine: torch.Tensor | None = None
@@ -127,28 +127,28 @@ class Told:
 
     def loads(self, load_E: torch.Tensor, num_tokens: int, group: Group) -> Loads:
         self.mine = torch.cat([load_E, load_E.new_tensor([num_tokens])])
-        return Loads(ToldLoads(self), group, self)
+        return Loads(PiggybackLoads(self), group, self)
 
     @property
-    def tokens(self) -> ToldTokens:
+    def tokens(self) -> PiggybackTokens:
         """Of each rank, an `InFlight`."""
-        return ToldTokens(self)
+        return PiggybackTokens(self)
 
 
 @dataclass(frozen=True)
-class ToldLoads:
-    told: Told
+class PiggybackLoads:
+    message: Piggyback
 
     def get(self) -> torch.Tensor:
-        return self.told.all[:, :-1]
+        return self.message.all[:, :-1]
 
 
 @dataclass(frozen=True)
-class ToldTokens:
-    told: Told
+class PiggybackTokens:
+    message: Piggyback
 
     def get(self) -> list[list[int]]:
-        tokens: list[list[int]] = self.told.all[:, -1:].tolist()
+        tokens: list[list[int]] = self.message.all[:, -1:].tolist()
         return tokens
 
 
@@ -158,12 +158,12 @@ class Loads:
 
     parts: InFlight[torch.Tensor]
     group: Group
-    told: Told | None = None
+    message: Piggyback | None = None
     """What brings them, where that is the exchange of sizes."""
 
     def total(self) -> torch.Tensor:
         """The load of each expert, the same bits on every rank."""
-        return sum_of_parts(self.parts.get()) if self.told is None else self.told.all[:, :-1].sum(0)
+        return sum_of_parts(self.parts.get()) if self.message is None else self.message.all[:, :-1].sum(0)
 
     def of(self, group: Group) -> np.ndarray:
         """Those of the ranks of another group, [P, E]."""

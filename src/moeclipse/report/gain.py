@@ -183,7 +183,7 @@ class Lines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class PlanTaken:
     """A plan: behind which step it was taken and asked for, and the first step without trials of cuts."""
 
     step: float
@@ -198,7 +198,7 @@ def gain_of(run: RunData) -> Gain | None:
         return None
     # What older runs do not tell is no number, and compares with none: nothing is left out.
     asked, since = (run.steps.column(f"plan_{name}") for name in ("step", "since"))
-    plans = [Taken(step=run.steps.step[k], asked=asked[k], since=since[k]) for k in at]
+    plans = [PlanTaken(step=run.steps.step[k], asked=asked[k], since=since[k]) for k in at]
     first, last = ((float(predicted[0][k]), float(predicted[1][k])) for k in (at[0], at[-1]))
     return estimate(Lines.of(run), cost_of_a_row(run), plans, (first, last))
 
@@ -206,7 +206,7 @@ def gain_of(run: RunData) -> Gain | None:
 def estimate(
     lines: Lines | None,
     cost: float | None,
-    plans: list[Taken],
+    plans: list[PlanTaken],
     predicted_ms: tuple[tuple[float, float], tuple[float, float]] = ((0, 0), (0, 0)),
 ) -> Gain:
     """`plans` in their order, one at least."""
@@ -239,7 +239,7 @@ def estimate(
     )
 
 
-def spans_of(lines: Lines, plans: list[Taken]) -> Iterator[np.ndarray]:
+def spans_of(lines: Lines, plans: list[PlanTaken]) -> Iterator[np.ndarray]:
     """Lines that count before the first plan, between it and the second, ..., after the last one.
 
     Steps that move experts are left out, and those beside which a plan was made or cuts of rows were tried:

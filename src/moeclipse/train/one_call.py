@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moeclipse.core.config import ConfigLayer, Given, keys_of, unknown_key
+from moeclipse.core.config import ConfigLayer, Sourced, keys_of, unknown_key
 from moeclipse.core.errors import ConfigError
 from moeclipse.hf.config_file import HUB, is_model_folder
 from moeclipse.train.config import TrainConfig
@@ -48,7 +48,7 @@ def configured(source: TrainConfig | str | Path, sections: Mapping[str, Mapping[
     if not name or name in preset_names():
         return merge(preset=name or None, flags=layer).built.with_warnings()
     if is_model_folder(Path(name)) or (HUB.fullmatch(name) and not Path(name).exists()):
-        return merge(flags={**layer, "model.from_hf": Given(name, "moeclipse.train")}).built.with_warnings()
+        return merge(flags={**layer, "model.from_hf": Sourced(name, "moeclipse.train")}).built.with_warnings()
     if not Path(name).is_file():
         names = ", ".join(preset_names())
         raise ConfigError(f"{name}: neither a file nor a Hugging Face folder, nor a preset ({names})")
@@ -69,7 +69,7 @@ def layer_of(sections: Mapping[str, Mapping[str, object]]) -> ConfigLayer:
         for key, value in values.items():
             full = f"{section}.{key}"
             if full in known:
-                layer[full] = Given(value, "moeclipse.train")
+                layer[full] = Sourced(value, "moeclipse.train")
             else:
                 problems.append(f"{unknown_key(full, known)} (moeclipse.train)")
     if problems:

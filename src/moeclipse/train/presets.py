@@ -14,7 +14,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from moeclipse.core.config import Built, ConfigLayer, Given, build, nearest, read_toml, table_layer
+from moeclipse.core.config import Built, ConfigLayer, Sourced, build, nearest, read_toml, table_layer
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.core.toml import parse_toml
 from moeclipse.hf.config_file import config_of, is_model_folder
@@ -110,7 +110,12 @@ def begun_layers(layers: Sequence[ConfigLayer]) -> list[ConfigLayer]:
         return []
     if last_given(layers, "model.from_hf"):
         return []  # two models: a fault, told elsewhere
-    return [{"model.from_hf": Given(path, "run.init_from"), "run.init_from": Given("", "run.init_from")}]
+    return [
+        {
+            "model.from_hf": Sourced(path, "run.init_from"),
+            "run.init_from": Sourced("", "run.init_from"),
+        }
+    ]
 
 
 def dense_folder(layers: Sequence[ConfigLayer]) -> str:
@@ -120,13 +125,13 @@ def dense_folder(layers: Sequence[ConfigLayer]) -> str:
     return path if path and upcycles and is_model_folder(Path(path)) else ""
 
 
-def dense_layer(folder: str, found: list[str]) -> dict[str, Given]:
+def dense_layer(folder: str, found: list[str]) -> dict[str, Sourced]:
     """What a dense Hugging Face model says of the model that is made of it; experts are the user's."""
     layer = folder_layer(folder, found, dense=True)
     return {key: given for key, given in layer.items() if is_kept(key) or key == "data.tokenizer"}
 
 
-def folder_layer(folder: str, found: list[str], *, dense: bool = False) -> dict[str, Given]:
+def folder_layer(folder: str, found: list[str], *, dense: bool = False) -> dict[str, Sourced]:
     """What a Hugging Face model says of its own shape; it wins over a preset, and nothing may contradict
     it."""
     try:
@@ -134,14 +139,14 @@ def folder_layer(folder: str, found: list[str], *, dense: bool = False) -> dict[
     except CheckpointError as error:
         found.append(f"{error} ({'run.init_from' if dense else 'model.from_hf'})")
         return {}
-    layer = {key: Given(value, f"{folder}/config.json") for key, value in read.values.items()}
+    layer = {key: Sourced(value, f"{folder}/config.json") for key, value in read.values.items()}
     tokenizer = Path(folder) / "tokenizer.json"
     if tokenizer.is_file():
-        layer["data.tokenizer"] = Given(str(tokenizer), folder)
+        layer["data.tokenizer"] = Sourced(str(tokenizer), folder)
     return layer
 
 
-def _layer(table: Mapping[str, object], origin: str, found: list[str]) -> dict[str, Given]:
+def _layer(table: Mapping[str, object], origin: str, found: list[str]) -> dict[str, Sourced]:
     layer, problems = table_layer(TrainConfig, table, origin)
     found += problems
     return layer

@@ -12,7 +12,7 @@ from moeclipse.comm.async_ops.lane import Ready
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.tokens import Loads, Told
+from moeclipse.moe.tokens import Loads, Piggyback
 from moeclipse.testing.run_ranks import run_ranks
 
 
@@ -25,15 +25,15 @@ def test_loads_of_some_of_the_ranks() -> None:
 
 def test_what_is_told_with_sizes_is_known_once_they_have_arrived() -> None:
     everyone = Group(name="all", ranks=(0, 1), index=0)
-    told = Told()
-    loads = told.loads(torch.tensor([3, 1]), 2, everyone)
-    assert told.mine is not None
-    assert told.mine.tolist() == [3, 1, 2]
+    message = Piggyback()
+    loads = message.loads(torch.tensor([3, 1]), 2, everyone)
+    assert message.mine is not None
+    assert message.mine.tolist() == [3, 1, 2]
     with pytest.raises(AssertionError, match="have not been asked for"):
         loads.total()
-    told.arrived([[3, 1, 2], [0, 5, 4]])
+    message.arrived([[3, 1, 2], [0, 5, 4]])
     assert loads.total().tolist() == [3, 6]
-    assert told.tokens.get() == [[2], [4]]
+    assert message.tokens.get() == [[2], [4]]
 
 
 def messages(mesh: Mesh, gate: GateConfig) -> tuple[list[str], list[float]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moeclipse.core.config import Given, problems_of, to_toml, with_values
+from moeclipse.core.config import Sourced, problems_of, to_toml, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.cost.cluster import cluster
 from moeclipse.pipeline.overlap import lay_out
@@ -59,13 +59,13 @@ def test_what_is_not_counted_is_refused(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_what_a_model_says(tmp_path: Path) -> None:
-    rank = {"lora.rank": Given(4, "--lora.rank")}
+    rank = {"lora.rank": Sourced(4, "--lora.rank")}
     file = tmp_path / "mine.toml"
     file.write_text("[lora]\nrank = 2\n")
     for source in ("qwen3-30b-a3b", "tiny", str(file)):
         assert config_for(source, rank).lora.rank == 4
     with pytest.raises(ConfigError, match=r"lora\.rank \(-1\) must not be negative"):
-        config_for("tiny", {"lora.rank": Given(-1, "--lora.rank")})
+        config_for("tiny", {"lora.rank": Sourced(-1, "--lora.rank")})
 
 
 def test_an_unknown_model_names_what_there_is() -> None:

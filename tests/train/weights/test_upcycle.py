@@ -13,7 +13,7 @@ from test_learner import SMALL
 from tiny_models import in_float64, load, write_tiny
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.config import Given, with_values
+from moeclipse.core.config import Sourced, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
@@ -52,7 +52,7 @@ def configure(folder: Path, **changes: Any) -> TrainConfig:
     """As the command line makes it of a folder and flags."""
     values = {"data.files": (TEXT,), "data.seq_len": 8, "data.batch_size": 4, "model.dtype": "float64"}
     given = {"run.init_from": str(folder), "gate.balance_loss": 0.0, "model.num_dense_layers": 0, **changes}
-    flags = {key: Given(value, "test") for key, value in given.items()}
+    flags = {key: Sourced(value, "test") for key, value in given.items()}
     config = merge(flags=flags).built.checked()
     return with_values(config, {**values, "data.tokenizer": ""})
 

@@ -21,7 +21,7 @@ from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.served import Guests, ServedExperts
 from moeclipse.moe.experts.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.tokens import Loads, Told
+from moeclipse.moe.tokens import Loads, Piggyback
 from moeclipse.moe.tune.exchange_policy import Decision
 from moeclipse.moe.tune.shadow_choice import gather_counts
 from moeclipse.ops.sending import chunk_of
@@ -45,8 +45,8 @@ def plan_exchange(
     ids_TK, sending, slots = routing.expert_ids_TK, routing.sending, None
     if decision.guests is not None:
         slots = choose_slots(ids_TK, decision.guests, decision.counts_PE, hosts)
-        told = None if loads is None else loads.told
-        return plan_dispatch(ids_TK, decision.guests, decision.shape, where, slots, told), slots[:0]
+        message = None if loads is None else loads.message
+        return plan_dispatch(ids_TK, decision.guests, decision.shape, where, slots, message), slots[:0]
     staying = ids_TK.new_empty(0)
     if decision.shadows is not None:
         num_experts = dispatcher.placement.num_experts
@@ -58,8 +58,8 @@ def plan_exchange(
     if on_device:
         sending = sending or prepare_sending(ids_TK, dispatcher, slots)
         return plan_on_device(sending, dispatcher, decision.shape, where), staying
-    told = None if loads is None else loads.told
-    return plan_dispatch(ids_TK, dispatcher, decision.shape, where, slots, told), staying
+    message = None if loads is None else loads.message
+    return plan_dispatch(ids_TK, dispatcher, decision.shape, where, slots, message), staying
 
 
 def travelling(
@@ -102,7 +102,7 @@ def plan_dispatch(
     shape: ExchangeShape,
     where: str,
     slots: torch.Tensor | None = None,
-    told: Told | None = None,
+    message: Piggyback | None = None,
 ) -> TorchPlan:
     """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
     num_tokens, top_k = expert_ids_TK.shape
@@ -129,7 +129,7 @@ def plan_dispatch(
     key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
     key = torch.where(used, key, slot_bounds[-1] * chunks)
     pairs = torch.bincount(key, minlength=slot_bounds[-1] * chunks + 1)[: slot_bounds[-1] * chunks]
-    everyone = exchange_sizes(dispatcher, torch.cat([pairs, rows_P]), where, told)
+    everyone = exchange_sizes(dispatcher, torch.cat([pairs, rows_P]), where, message)
 
     # Local sorting runs while the sizes travel.
     order = key.argsort(stable=True)
@@ -159,19 +159,19 @@ def plan_dispatch(
 
 
 def exchange_sizes(
-    dispatcher: Dispatcher, mine: torch.Tensor, where: str, told: Told | None
+    dispatcher: Dispatcher, mine: torch.Tensor, where: str, message: Piggyback | None
 ) -> InFlight[list[list[int]]]:
     """Those of all ranks, with what else there is to tell in the same message."""
     lane, group, label = dispatcher.lane, dispatcher.group, f"exchange of sizes, {where}"
-    if told is None or told.mine is None:
+    if message is None or message.mine is None:
         return gather_to_host(lane, group, mine, label)
 
     def split(table: list[list[int]]) -> list[list[int]]:
         sizes, others = [row[: len(mine)] for row in table], [row[len(mine) :] for row in table]
-        told.arrived(others)
+        message.arrived(others)
         return sizes
 
-    return Then(gather_to_host(lane, group, torch.cat([mine, told.mine]), label), split)
+    return Then(gather_to_host(lane, group, torch.cat([mine, message.mine]), label), split)
 
 
 def sort_key(

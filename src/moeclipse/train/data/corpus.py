@@ -175,7 +175,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class CorpusFiles:
     """Files that a configuration names, not yet read."""
 
     files: list[Path]
@@ -191,7 +191,7 @@ class Found:
         return all(kind == FileKind("text") for kind in self.kinds)
 
 
-def find_corpus(config: DataConfig) -> Found:
+def find_corpus(config: DataConfig) -> CorpusFiles:
     """All that can be said without reading a file; a DataError says what is wrong."""
     if not config.files:
         root = Path(sysconfig.get_path("stdlib"))
@@ -222,7 +222,7 @@ def find_corpus(config: DataConfig) -> Found:
         )
     if config.tokenizer:
         find_tokenizer(config.tokenizer)
-    return Found(files=files, kind=kind, what=what, kinds=kinds)
+    return CorpusFiles(files=files, kind=kind, what=what, kinds=kinds)
 
 
 def open_corpus(config: DataConfig, vocab_size: int, tell: Tell = lambda _done, _all: None) -> Corpus:
@@ -254,7 +254,7 @@ def open_corpus(config: DataConfig, vocab_size: int, tell: Tell = lambda _done, 
     return corpus
 
 
-def is_made_of_documents(config: DataConfig, found: Found) -> bool:
+def is_made_of_documents(config: DataConfig, found: CorpusFiles) -> bool:
     """Whether files must be turned into tokens before they are read."""
     if found.kind in TOKEN_SUFFIXES:
         return False

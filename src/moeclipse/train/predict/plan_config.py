@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeclipse.core.config import Given, nearest, problems_of, with_values
+from moeclipse.core.config import Sourced, nearest, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.cost.step_bytes import StateBytes
 from moeclipse.hf.config_file import is_model_folder
@@ -29,18 +29,18 @@ MICROBATCHES = 8
 LESS_STATE = ({"optim.state": "8bit"}, {"optim.state": "8bit", "optim.master": "low-bits"})
 
 
-def config_for(source: str, flags: Mapping[str, Given] | None = None) -> TrainConfig:
+def config_for(source: str, flags: Mapping[str, Sourced] | None = None) -> TrainConfig:
     """Of a named model, a preset, a TOML file, or a Hugging Face folder or its config.json; `flags` win."""
     path, more = Path(source), dict(flags or {})
     if source in SHAPES:
-        given = {key: Given(value, source) for key, value in shape_values(source).items()}
+        given = {key: Sourced(value, source) for key, value in shape_values(source).items()}
         config = merge(flags=given | more).built.with_warnings()
     elif source in preset_names():
         config = merge(preset=source, flags=more).built.with_warnings()
     elif path.name == "config.json" and path.is_file():
         return config_for(str(path.parent), flags)
     elif path.is_dir() and is_model_folder(path):
-        folder = {"model.from_hf": Given(source, "--model")}
+        folder = {"model.from_hf": Sourced(source, "--model")}
         config = merge(flags=folder | more).built.with_warnings()
     elif path.suffix == ".toml" and path.is_file():
         config = merge(path, flags=more).built.with_warnings()

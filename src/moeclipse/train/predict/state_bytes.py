@@ -36,7 +36,7 @@ from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.step.dtype import choose_dtype
 
 
-class Held(NamedTuple):
+class ParamCounts(NamedTuple):
     """Parameters of a layer, or of all that a rank has."""
 
     cut: float = 0.0
@@ -48,8 +48,8 @@ class Held(NamedTuple):
     owned: float = 0.0
     """Of experts, by the ranks of a tp and ep group together."""
 
-    def plus(self, other: Held) -> Held:
-        return Held(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def plus(self, other: ParamCounts) -> ParamCounts:
+        return ParamCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def state_bytes(config: TrainConfig, mesh: Mesh, layout: StageLayout, held: torch.dtype) -> list[float]:
@@ -61,7 +61,7 @@ def state_bytes(config: TrainConfig, mesh: Mesh, layout: StageLayout, held: torc
         layers = layout.layers_of(place)
         table = float(model.vocab_size * model.d_model)
         ends = (0 in layers) + (last in layers) - (model.tie_embeddings and {0, last} <= set(layers))
-        total = Held(cut=table * ends, whole=model.d_model * (last in layers))
+        total = ParamCounts(cut=table * ends, whole=model.d_model * (last in layers))
         for index in layers:
             total = total.plus(of_layer(model, config.moe, config.gate, model.is_dense(index), slots))
         found.append(bytes_of(total, config, mesh, held))
@@ -76,15 +76,15 @@ def slots_of(config: TrainConfig, mesh: Mesh) -> int:
     return config.placement.start(config.moe.num_experts, ranks, 0).max_slots
 
 
-def of_layer(model: ModelConfig, moe: MoEConfig, gate: GateConfig, dense: bool, slots: int) -> Held:
+def of_layer(model: ModelConfig, moe: MoEConfig, gate: GateConfig, dense: bool, slots: int) -> ParamCounts:
     d = model.d_model
     attention, norms = attention_parameters(model), norm_parameters(model)
     if dense:
-        return Held(cut=attention + 3.0 * d * model.d_ff, whole=norms)
+        return ParamCounts(cut=attention + 3.0 * d * model.d_ff, whole=norms)
     gates = gate_parameters(d, moe, gate) + moe.shared_gate * d
     shared, expert = shared_parameters(d, moe), expert_parameters(d, moe, moe.d_ff)
     sharded = moe.expert_tp == "sharded"
-    return Held(
+    return ParamCounts(
         cut=attention + (shared if sharded else 0),
         whole=norms + gates + (0 if sharded else shared),
         experts=expert * slots,
@@ -92,7 +92,7 @@ def of_layer(model: ModelConfig, moe: MoEConfig, gate: GateConfig, dense: bool, 
     )
 
 
-def bytes_of(total: Held, config: TrainConfig, mesh: Mesh, held: torch.dtype) -> float:
+def bytes_of(total: ParamCounts, config: TrainConfig, mesh: Mesh, held: torch.dtype) -> float:
     sharded = config.moe.expert_tp == "sharded"
     here = total.cut / mesh.tp + total.whole + total.experts / (mesh.tp if sharded else 1)
     mine = (total.cut + total.whole + total.owned) / mesh.dense_grads.size
