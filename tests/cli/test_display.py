@@ -128,8 +128,8 @@ def test_what_overlap_costs_stands_beside_what_it_hides() -> None:
         lines = dict(summary_lines({**SUMMARY, **more}, 100, True))["hidden"]
         return "\n".join(str(line) for line in lines)
 
-    assert "beside communication" not in text()
-    assert text(slowdown=1.154).endswith("\nbeside communication compute takes 1.15 times as long")
+    assert "under communication" not in text()
+    assert text(slowdown=1.154).endswith("\nunder communication compute takes 1.15 times as long")
 
 
 def test_speed_is_told_as_a_share_of_the_device_where_it_is_known() -> None:

@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "report/page.py",
-        "        beside.replace(path)\n",
+        "        temporary.replace(path)\n",
         '        path.write_text(page_of(runs), encoding="utf-8")\n',
         "report/test_page.py::test_whoever_looks_meanwhile_sees_a_whole_page",
         "a page is written in place",

@@ -103,10 +103,10 @@ MUTANTS = (
         """\
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)""",
+        os.replace(temporary, path)""",
         """\
             file.flush()
-        os.replace(beside, path)""",
+        os.replace(temporary, path)""",
         "train/run/test_run_files.py::test_a_text_is_durable_before_it_has_its_name",
         "a name before the text is durable",
         "after a power loss best.json is empty",
@@ -115,18 +115,18 @@ MUTANTS = (
     Mutant(
         "train/run/run_files.py",
         """\
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def append_line""",
         """\
         path.write_text(text)
-        beside.unlink()
+        temporary.unlink()
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

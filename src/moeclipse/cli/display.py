@@ -220,7 +220,7 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
     ]
     price = summary.get("slowdown")
     if price is not None:
-        lines[-1][1].append(Text(f"beside communication compute takes {price:.2f} times as long"))
+        lines[-1][1].append(Text(f"under communication compute takes {price:.2f} times as long"))
     load, layers = [float(value) for value in summary.get("load") or []], summary.get("load_by_layer") or []
     if load:
         lines.append(("load", load_chart(load, room, unicode, layers=len(layers))))

@@ -54,7 +54,7 @@ class Options:
     print_config: bool = False
     """Show the merged configuration as TOML and stop."""
     print_memory: bool = False
-    """Tell after the first step what memory is taken for, layer by layer."""
+    """Print a memory breakdown, layer by layer, after the first step."""
 
     def problems(self) -> Iterator[str]:
         ranks = RankRange.read(self.ranks)

@@ -46,7 +46,7 @@ class MicrobatchLoads:
         self._loads: dict[int, list[Loads]] = {}
 
     def add(self, moe: MoE, routing: Routing, tokens: Tokens) -> Loads | None:
-        """The chunk's own, if they are on their way: they leave behind the last chunk, or with each."""
+        """The chunk's own, if they are on their way: they are sent after the last chunk, or with each."""
         found = self._routings.setdefault(moe.layer, [])
         found.append(routing)
         if not self.each and len(found) < self.chunks:

@@ -81,13 +81,13 @@ def write_page(runs: Sequence[RunData], path: Path) -> None:
     open_to = 0o666
     for run in runs:
         open_to &= run.directory.stat().st_mode
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, open_to)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, open_to)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(page_of(runs))
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

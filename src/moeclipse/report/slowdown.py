@@ -1,4 +1,4 @@
-"""How much slower compute is beside communication, from ops that ran with and without it.
+"""How much slower compute is under communication, from ops that ran with and without it.
 
 Communication takes processors or memory bandwidth from the compute that it hides under, so time that is
 hidden is not free. The same op, of the same layer and size, runs in a step both ways: in the steady state of

@@ -1,4 +1,4 @@
-"""Copies between the host's memory and the device's, beside compute: one lane for each direction.
+"""Host-device copies that overlap compute: one lane for each direction.
 
     came = lane.copy(TO_DEVICE, "fetch of states, bucket 7", buffer, held)      # launched; nobody waits
     ...                                                                         # compute

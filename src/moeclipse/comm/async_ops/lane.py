@@ -1,4 +1,4 @@
-"""A lane, a FIFO of communication that runs beside compute, and what is in flight on it.
+"""A lane, a FIFO of asynchronous communication, and what is in flight on it.
 
     rows = lane.launch(group, "dispatch rows, layer 3", lambda: dist.all_to_all_single(out, ...), out)
     ...                  # compute that does not need the result

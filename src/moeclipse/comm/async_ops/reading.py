@@ -1,4 +1,4 @@
-"""Numbers on their way between host and device, without either of them waiting.
+"""Asynchronous host-device copies: neither side waits.
 
 Idea. A `.tolist()` stops the host until the device has done everything before it, and the device then waits
 for what the host launches next. A reading copies behind what is queued now; the host launches on, and waits

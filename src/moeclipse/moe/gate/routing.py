@@ -9,7 +9,7 @@ Order of equal numbers:
     of several    scores are compared with half of their bits; equal ones go by token, then by choice
 
 Equal tokens have equal scores but for the last bits. These depend on the order of sums, so on the schedule
-of an exchange, which must not change the model: it must not decide which token finds room. Experts of one
+of an exchange, which must not change the model: it must not decide which token is dropped. Experts of one
 token are compared within one product; half of its bits would choose others than the weights were trained
 with wherever two experts are close.
 

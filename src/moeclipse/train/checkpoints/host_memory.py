@@ -1,4 +1,4 @@
-"""Host memory for the copy of a rank's state, made ready beside training.
+"""Host memory for the copy of a rank's state, made ready in the background.
 
 Idea. Fresh memory costs far more than the copy into it: on an H200 the 60 GB of a model of 5 B parameters
 take half a minute to come and four seconds to be pinned, and are then copied in 1.2 seconds. So a thread

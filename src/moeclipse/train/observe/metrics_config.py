@@ -18,7 +18,7 @@ class MetricsConfig:
     trace: int = -1
     """Three steps of all ranks from this one on (1: the first) go into trace.json; -1: none (`--trace N`)."""
     memory: bool = False
-    """Tell after the first step what memory is taken for, layer by layer (--print-memory)."""
+    """Print a memory breakdown, layer by layer, after the first step (--print-memory)."""
 
     def problems(self) -> Iterator[str]:
         if self.warmup_steps < 0:

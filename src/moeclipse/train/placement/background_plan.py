@@ -1,4 +1,4 @@
-"""Plans made beside training, and the vote that lets all ranks take one at the same step.
+"""Plans made in a background thread, and the vote that lets all ranks take one at the same step.
 
     request   a thread on the first rank of the stage plans from a copy of the average loads
     poll      a fixed number of steps later the plan is due: who is early waits for it, and that is counted

@@ -22,15 +22,15 @@ JOB = "job.json"
 
 def write_atomic(path: Path, text: str) -> None:
     """Written beside, made durable, then renamed: a kill or a full disk leaves what was there before."""
-    beside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -57,9 +57,9 @@ def append_line(path: Path, text: str) -> None:
 
 def keep_lines(path: Path, wanted: Callable[[str], bool]) -> int:
     """Keeps the lines that are wanted, in place of all; returns how many there are."""
-    beside, kept = path.with_name(f".{path.name}.tmp"), 0
+    temporary, kept = path.with_name(f".{path.name}.tmp"), 0
     try:
-        with open_file(path) as old, beside.open("w", encoding="utf-8") as new:
+        with open_file(path) as old, temporary.open("w", encoding="utf-8") as new:
             for raw in lines_of(old):
                 if raw is None:  # no line that we write is as long
                     continue
@@ -69,9 +69,9 @@ def keep_lines(path: Path, wanted: Callable[[str], bool]) -> int:
                     kept += 1
             new.flush()
             os.fsync(new.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return kept
 

@@ -169,16 +169,16 @@ class RunLock:
         job = self.job()
         if job is not None:
             return job.token == self.me.token
-        beside = self.path.with_name(f".{JOB}.{self.me.token}")
-        beside.write_text(json.dumps(asdict(self.me)))
+        temporary = self.path.with_name(f".{JOB}.{self.me.token}")
+        temporary.write_text(json.dumps(asdict(self.me)))
         try:
-            os.link(beside, self.path)
+            os.link(temporary, self.path)
         except FileExistsError:
             return False
         except OSError:  # a file system without hard links
             return self._try_exclusive()
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return True
 
     def _stays(self) -> bool:

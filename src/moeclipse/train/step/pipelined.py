@@ -61,7 +61,7 @@ class Pipelined:
             kinds.TIED_SUM: self._add_other_end,
         }
         self.slowdown = Slowdown()
-        """Of compute beside communication, from the first steps in which kernels were warm."""
+        """Of compute under communication, from the first steps in which kernels were warm."""
         self._seen: list[tuple[Op, Any, Any]] = []
         self._fed: dict[tuple[int, int], MicrobatchState] = {}
         """Microbatches of the step that runs."""
