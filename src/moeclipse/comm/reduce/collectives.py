@@ -11,7 +11,7 @@ depends on its size and dtype alone, which all ranks share, so all ranks choose 
 How it hides. On a device the reduction is a kernel on the lane's stream, concurrent with compute. On the CPU
 there is no wire between ranks of a host, only memory: `launch` copies the input to where peers read it, `get`
 reads theirs, and both are this rank's own work. A transfer is therefore recorded as communication only as
-long as `get` waits for a peer; what was there when it was wanted counts as nothing, and is not sold as hidden.
+long as `get` waits for a peer; what was there already counts as nothing, and is not sold as hidden.
 
 Hazard: tensors must not change between launch and `get`.
 """
