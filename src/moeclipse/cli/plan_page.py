@@ -26,7 +26,6 @@ COLOURS = {
 NAMES = {kinds.F: "forward", kinds.B: "backward", kinds.I: "dX", kinds.W: "dW", kinds.PAIR: "F and B paired"}
 WIDTH, ROW, LABEL = 1160, 22, 60
 MOST_RANKS = 32
-PARTS = ("part", "forward", "dX", "dW")
 
 
 class PlanPage(NamedTuple):

@@ -6,7 +6,7 @@ ranks is the embedding. The loss never gathers logits: for each token the ranks 
 
 Contract. The loss is a sum over tokens in fp32 (fp64 for fp64 logits), the same on every rank of the group,
 and so is its gradient's scale: backward needs no exchange. Only logits, in their own type, are kept for
-backward; `head_loss` does not even keep those of a large vocabulary, and never has them whole. A target of
+backward; `head_losses` does not even keep those of a large vocabulary, and never has them whole. A target of
 NO_TARGET (-1) counts for nothing: no loss, no gradient.
 """
 
@@ -76,20 +76,6 @@ def _local(ids_T: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     """(row in this rank's part or 0, whether the id is in it)."""
     mine_T = (ids_T >= cut.start) & (ids_T < cut.stop)
     return torch.where(mine_T, ids_T - cut.start, 0), mine_T
-
-
-@eager
-def head_loss(
-    x: torch.Tensor,
-    weight_VD: nn.Parameter,
-    targets_T: torch.Tensor,
-    cut: Cut,
-    tp: TensorParallel,
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> torch.Tensor:
-    """The sum over tokens of -log softmax(x W^T)[target]; no more than `chunk_bytes` of logits at once."""
-    return head_losses(x, weight_VD, targets_T, cut, tp, chunk_bytes=chunk_bytes)[0]
 
 
 @eager

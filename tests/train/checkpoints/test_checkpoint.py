@@ -330,7 +330,7 @@ def test_unknown_tensors_and_ranges(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model() -> None:
-    state = {"fingerprint": {"model": {"d_model": 128, "vocab_size": 256}, "moe": {"num_experts": 8}}}
+    state = {"model": {"d_model": 128, "vocab_size": 256}, "moe": {"num_experts": 8}}
     check_model(state, {"model": {"d_model": 128, "vocab_size": 256}, "moe": {"num_experts": 8}})
     with pytest.raises(CheckpointError) as caught:
         check_model(state, {"model": {"d_model": 256, "vocab_size": 256}, "moe": {"num_experts": 16}})

@@ -214,9 +214,9 @@ def _verify(path: Path, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
     return Checkpoint(path, found.index), []
 
 
-def check_model(state: Mapping[str, Any], expected: Mapping[str, Any], key: str = "fingerprint") -> None:
-    """Fails, naming each field, unless `state[key]` (a nested dict, put there at save) equals `expected`."""
-    lines = differences(state.get(key) or {}, expected)
+def check_model(fingerprint: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Fails, naming each field, unless the fingerprint that was saved is the expected one."""
+    lines = differences(fingerprint, expected)
     if lines:
         raise CheckpointError(
             f"the checkpoint belongs to another model: {'; '.join(lines)}; "

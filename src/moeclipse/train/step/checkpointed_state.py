@@ -109,7 +109,7 @@ class CheckpointedState:
         check_state(state, STATE_KINDS, checkpoint.path)
         expected = self.fingerprint()
         stored = in_present_terms(state.get("fingerprint") or {}, expected, TrainConfig())
-        check_model({"fingerprint": stored}, expected)
+        check_model(stored, expected)
         step = int(state["step"])
         self.batches.check_state(state["data"], step)
         self.placement.load_state(state.get("placement"))
