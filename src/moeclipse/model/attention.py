@@ -221,7 +221,7 @@ class GroupedQueryAttention(Attention):
             }
         )
         if lora.has("o"):
-            self.adapters[f"{ADAPTER}o"] = LoraRow(width, config.d_model, settings, lora, unit)
+            self.adapters[f"{ADAPTER}o"] = LoraRow(width, config.d_model, "o", settings, lora, unit)
 
     def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
         linears = [self.q, self.k, self.v] + ([] if self.gate is None else [self.gate])

@@ -63,7 +63,7 @@ class LatentAttention(Attention):
                 self.adapters[f"{ADAPTER}{name}"] = LoraColumn(*given)
         if lora.has("o"):
             wide = config.num_heads * self.v_head_dim
-            row = LoraRow(wide, config.d_model, settings, lora, self.v_head_dim)
+            row = LoraRow(wide, config.d_model, "o", settings, lora, self.v_head_dim)
             self.adapters[f"{ADAPTER}o"] = row
 
     def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:

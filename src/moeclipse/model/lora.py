@@ -35,13 +35,15 @@ class LoraColumn(nn.Module):
 
 
 class LoraRow(nn.Module):
-    """Beside the linear that is cut along its inputs: attention's output."""
+    """Beside a linear that is cut along its inputs."""
 
-    def __init__(self, d_in: int, d_out: int, settings: Settings, lora: LoraConfig, unit: int) -> None:
+    def __init__(
+        self, d_in: int, d_out: int, name: str, settings: Settings, lora: LoraConfig, unit: int
+    ) -> None:
         super().__init__()
         self.scale = lora.scale
-        self.a = settings.row(d_in, lora.rank, f"{ADAPTER}o", unit=unit)
-        self.b = Linear(lora.rank, d_out, settings, f"{ADAPTER}o_b")
+        self.a = settings.row(d_in, lora.rank, f"{ADAPTER}{name}", unit=unit)
+        self.b = Linear(lora.rank, d_out, settings, f"{ADAPTER}{name}_b")
         self.b.weight.data.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
