@@ -433,8 +433,7 @@ class MoE(nn.Module):
         known = None if call is None else call.decided
         learns = self.training and known is None and running_backward() == NO_BACKWARD
         given = (routing, dispatcher, pairwise, self.mesh, where)
-        plain = padded if whole else None
-        decision = policy.decide(*given, learns=learns, decided=known, plain=plain)
+        decision = policy.decide(*given, learns=learns, decided=known, plain=padded if whole else None)
         on_device = on_device and plans_on_device(routing.scores_TK)
         agreed = (decision, routing, dispatcher, policy.hosts, where)
         plan, staying = plan_exchange(*agreed, loads=loads, on_device=on_device)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.transports.transport import Transport
