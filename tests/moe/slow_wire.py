@@ -45,7 +45,6 @@ class SlowTransport(TorchTransport):
         due = max(now, self.state["free"]) + DELAY
         self.state["free"] = due
         self.events.append(("launch", label, now))
-        self.events.append(("due", label, due))
         inner = super().all_to_all(rows, send, receive, label, out)
         return SlowResult(inner, due, lambda: self.events.append(("wait", label, time.monotonic())))
 

@@ -77,7 +77,7 @@ def order(mesh: Mesh) -> list[str]:
     for kind, label, _ in model.events:
         name = next((letter for word, letter in short.items() if label.startswith(word)), label)
         if name in short.values():
-            found += [f"{kind} {name}"] if kind != "due" else []
+            found.append(f"{kind} {name}")
         elif "gradient" not in label and "score" not in label:
             found.append(f"{kind} {name}".strip())
     return [now for before, now in zip(["", *found], found, strict=False) if now != before]  # rows and scores
