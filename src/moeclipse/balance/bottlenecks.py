@@ -6,22 +6,22 @@ Idea. However rows are split, a set S of ranks computes at least what stands now
 
 and the best split reaches the largest of these bounds over all sets: maximum flow is minimum cut. Few of them
 are ever tight. So a table is judged by sets that were tight once, in microseconds where pouring takes
-milliseconds, and thousands of changes can be tried: any two experts exchanged, any replica put elsewhere,
-a worse one now and then. The table that comes out is poured in full, its tight sets join the others, and so
+milliseconds, and thousands of changes can be tried, many at once: any two experts exchanged, any replica put
+elsewhere, chains of two such moves, a worse one now and then. The table that comes out is poured in full, its tight sets join the others, and so
 on. A search that relieves one full rank at a time ends soon, in tables that are perfect for the average loads
 and brittle for all others (`balance/futures`); this one finds tables that bear them.
 
 Contract: pure and deterministic: work is counted, never timed. It counts rows and copies alone; whoever calls
 it compares what it finds by all seconds of a step.
 
-Shapes: K loads, E experts, C sets of ranks.
+Shapes: K loads, E experts, C sets of ranks, X slots, B changes that are tried together.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from itertools import combinations
+from dataclasses import dataclass
+from itertools import chain, combinations
 
 import numpy as np
 
@@ -33,7 +33,9 @@ MOST_RANKS = 62
 """Sets of ranks are bits of a word."""
 PAIRED_RANKS = 24
 """Up to so many ranks all pairs of them are known from the start."""
-ROUNDS, TRIES = 30, 300
+TOGETHER = 64
+"""Changes that are tried at once; the best of them is taken."""
+ROUNDS, TRIES = 30, 640
 """Of pouring, and of changes between two of them."""
 PATIENCE = 3
 """Rounds without any change for the better, after which no other is begun."""
@@ -67,23 +69,52 @@ def steadied(draft: Draft, rounds: int = ROUNDS, tries: int = TRIES) -> Draft:
     return draft
 
 
-Swap = tuple[tuple[int, int, int], ...]
-"""What stands in one or two slots afterwards: rank, slot, expert."""
+@dataclass(frozen=True)
+class Changes:
+    """Changes of a table, side by side.
+
+    exchange    two experts change places
+    spare       an expert in place of a replica, or in an empty slot
+    displace    an expert in place of one that stands nowhere else, which takes a slot that can be spared
+    """
+
+    x_B: np.ndarray
+    """A slot, ..."""
+    y_B: np.ndarray
+    """... another one, ..."""
+    put_B: np.ndarray
+    """... and the expert that comes into the first."""
+    to_y_B: np.ndarray
+    """What stands in the second afterwards."""
+    expert_B3: np.ndarray
+    """Experts that change ranks: of the first slot, of the second, and the one that comes."""
+    toggle_B3: np.ndarray
+    """Ranks that they come to or leave, as bits."""
+    copies_B: np.ndarray
+    """That the current placement lacks, more than before."""
 
 
 class Walk:
-    """Tables that follow from one another by random changes, judged by the sets that were tight once."""
+    """Tables that follow from one another by random changes, judged by the sets that were tight once.
+
+    Experts have a last one that has no load and no rank: it stands in empty slots.
+    """
 
     def __init__(self, draft: Draft) -> None:
         problem = draft.problem
-        self.rng = random.Random(0)
-        self.current = problem.current
+        self.rng = np.random.default_rng(0)
         load_KE = np.array([pool.loads for pool in draft.pools])
         working = sum(count > 0 for count in problem.slots_P)
-        self.load_KE = load_KE * working / load_KE.sum(1, keepdims=True)
+        load_KE = load_KE * working / load_KE.sum(1, keepdims=True)
+        self.load_KE = np.pad(load_KE, ((0, 0), (0, 1)))
         """In mean loads of a rank."""
-        mean_s = problem.costs.row_seconds * float(load_KE[0].sum()) / working
+        mean_s = problem.costs.row_seconds * float(np.sum(draft.pools[0].loads)) / working
         self.copy_price = (problem.turnover_seconds + problem.move_seconds) / mean_s if mean_s > 0 else 0.0
+        self.lacks_EP = np.pad(~problem.current.holds_EP, ((0, 1), (0, 0))).astype(np.int64)
+        """Copies that would have to travel."""
+        self.rank_X = np.repeat(np.arange(len(draft.slots)), list(map(len, draft.slots)))
+        """The rank of each slot."""
+        self.bit_P = np.left_shift(np.uint64(1), np.arange(len(draft.slots), dtype=np.uint64))
         ranks = range(len(draft.slots))
         pairs = combinations(ranks, 2) if len(ranks) <= PAIRED_RANKS else ()
         sets = [1 << rank for rank in ranks] + [1 << p | 1 << q for p, q in pairs]
@@ -99,30 +130,23 @@ class Walk:
 
     def stand_at(self, draft: Draft) -> None:
         """Go on from there."""
-        self._read([list(row) for row in draft.slots])
+        self._read(np.array(list(chain(*draft.slots)), dtype=np.int64))
 
-    def _read(self, slots: list[list[int]]) -> None:
+    def _read(self, expert_X: np.ndarray) -> None:
         """All that follows from slots and sets."""
-        self.slots = slots
-        self.mask_E = np.zeros(self.load_KE.shape[1], dtype=np.uint64)
-        self.copies = 0
-        """That the current placement lacks."""
-        for rank, row in enumerate(slots):
-            for expert in row:
-                self._turn(rank, expert, 1)
-        inside_CE = (self.mask_E & ~self.set_C[:, None]) == 0
-        self.bound_CK = (inside_CE @ self.load_KE.T) * self.scale_C[:, None]
-
-    def _turn(self, rank: int, expert: int, by: int) -> None:
-        """An expert more (1) or less (-1) on a rank."""
-        if expert != EMPTY:
-            self.mask_E[expert] ^= np.uint64(1 << rank)
-            self.copies += 0 if expert in self.current.held[rank] else by
+        self.expert_X = expert_X
+        self.holds_EP = np.zeros_like(self.lacks_EP)
+        self.holds_EP[expert_X, self.rank_X] = 1
+        self.holds_EP[EMPTY] = 0
+        self.mask_E = (self.holds_EP * self.bit_P.astype(np.int64)).sum(1).astype(np.uint64)
+        self.copies = int((self.holds_EP * self.lacks_EP).sum())
+        self.inside_EC = ((self.mask_E[:, None] & ~self.set_C) == 0).astype(float)
+        self.bound_KC = (self.load_KE @ self.inside_EC) * self.scale_C
 
     @property
     def fullest(self) -> float:
         """The largest of the known bounds, on average over loads."""
-        return float(self.bound_CK.max(0).sum()) / len(self.load_KE)
+        return float(self.bound_KC.max(1).mean())
 
     @property
     def price(self) -> float:
@@ -131,77 +155,88 @@ class Walk:
     def improve(self, tries: int) -> bool:
         """Try changes until a few have helped, and stand at the best table; false where none has."""
         now = best = self.price
-        kept: list[list[int]] | None = None
+        kept: np.ndarray | None = None
         taken = 0
-        for _ in range(tries):
-            swap = self._guess()
-            if swap is None:
-                continue
-            undo = self._put(swap)
-            price = self.price
+        for _ in range(-(-tries // TOGETHER)):
+            changes = self._guesses(TOGETHER)
             # What changes nothing that is known may break what is not: only a difference is followed.
-            worse = price > now + SAME and self.rng.random() < math.exp((now - price) / WARM)
-            if price >= now - SAME and not worse:
-                self._take_back(*undo)
+            price_B = self._prices(changes)
+            price_B[np.abs(price_B - now) <= SAME] = np.inf
+            first = int(price_B.argmin()) if len(price_B) else 0
+            price = float(price_B[first]) if len(price_B) else math.inf
+            if price > now and self.rng.random() >= math.exp((now - price) / WARM):
                 continue
+            self._take(changes, first)
             now = price
             if price < best:
-                best, kept, taken = price, [list(row) for row in self.slots], taken + 1
+                best, kept, taken = price, self.expert_X, taken + 1
                 if taken == TAKEN:
                     break
         if kept is not None:
             self._read(kept)
         return kept is not None
 
-    def _guess(self) -> Swap | None:
-        """Two experts exchanged, or a replica in a slot that can be spared; None where that cannot be."""
-        rng, slots = self.rng, self.slots
-        rank, other = rng.randrange(len(slots)), rng.randrange(len(slots))
-        if not slots[rank] or not slots[other]:
-            return None
-        slot, place = rng.randrange(len(slots[rank])), rng.randrange(len(slots[other]))
-        mine, theirs = slots[rank][slot], slots[other][place]
-        if rng.random() < 0.5:
-            if rank == other or mine == theirs or _holds(slots[other], mine) or _holds(slots[rank], theirs):
-                return None
-            return (rank, slot, theirs), (other, place, mine)
-        expert = rng.randrange(len(self.mask_E))
-        if expert in slots[rank] or (mine != EMPTY and int(self.mask_E[mine]).bit_count() == 1):
-            return None
-        return ((rank, slot, expert),)
+    def _guesses(self, tries: int) -> Changes:
+        """At random, those left out that cannot be."""
+        x_B, y_B = self.rng.integers(len(self.rank_X), size=(2, tries))
+        put_B, kind_B = self.rng.integers(len(self.mask_E) - 1, size=tries), self.rng.integers(3, size=tries)
+        holds_EP, replicas_E = self.holds_EP, self.holds_EP.sum(1)
+        p_B, q_B = self.rank_X[x_B], self.rank_X[y_B]
+        mine_B, theirs_B = self.expert_X[x_B], self.expert_X[y_B]
+        crosses_B = (p_B != q_B) & (mine_B != theirs_B) & (holds_EP[mine_B, q_B] == 0)
+        comes_B = holds_EP[put_B, p_B] == 0
+        exchange_B = (kind_B == 0) & crosses_B & (holds_EP[theirs_B, p_B] == 0)
+        spare_B = (kind_B == 1) & comes_B & (replicas_E[mine_B] != 1)
+        displace_B = (kind_B == 2) & comes_B & crosses_B & (replicas_E[mine_B] == 1)
+        displace_B &= (replicas_E[theirs_B] != 1) & (theirs_B != put_B)
+        at = np.flatnonzero(exchange_B | spare_B | displace_B)
+        return self._changes(x_B[at], y_B[at], put_B[at], exchange_B[at], spare_B[at])
 
-    def _put(self, swap: Swap) -> tuple[Swap, np.ndarray]:
-        """Change the table; returns what takes it back."""
-        back = tuple((rank, slot, self.slots[rank][slot]) for rank, slot, _ in swap)
-        touched = {expert for _, _, expert in (*swap, *back)} - {EMPTY}
-        before = {expert: self.mask_E[expert] for expert in touched}
-        self._set(swap)
-        bound_CK, outside_C = self.bound_CK, ~self.set_C
-        for expert, mask in before.items():
-            then_C, now_C = (mask & outside_C) == 0, (self.mask_E[expert] & outside_C) == 0
-            change_C = (now_C.astype(float) - then_C) * self.scale_C
-            bound_CK = bound_CK + change_C[:, None] * self.load_KE[:, expert]
-        old, self.bound_CK = self.bound_CK, bound_CK
-        return back, old
+    def _changes(
+        self, x_B: np.ndarray, y_B: np.ndarray, put_B: np.ndarray, exchange_B: np.ndarray, spare_B: np.ndarray
+    ) -> Changes:
+        """With what they do to experts."""
+        p_B, q_B, lacks_EP = self.rank_X[x_B], self.rank_X[y_B], self.lacks_EP
+        mine_B, theirs_B = self.expert_X[x_B], self.expert_X[y_B]
+        on_p_B, on_q_B, none = self.bit_P[p_B], self.bit_P[q_B], np.uint64(0)
+        toggle_B3 = [
+            on_p_B | np.where(spare_B, none, on_q_B),
+            np.where(spare_B, none, on_q_B) | np.where(exchange_B, on_p_B, none),
+            np.where(exchange_B, none, on_p_B),
+        ]
+        put_B = np.where(exchange_B, theirs_B, put_B)
+        to_q_B = np.where(spare_B, 0, lacks_EP[mine_B, q_B] - lacks_EP[theirs_B, q_B])
+        return Changes(
+            x_B=x_B,
+            y_B=y_B,
+            put_B=put_B,
+            to_y_B=np.where(spare_B, theirs_B, mine_B),
+            # Of an exchange, the third is the second again: it has done all already.
+            expert_B3=np.stack([mine_B, theirs_B, put_B], 1),
+            toggle_B3=np.stack(toggle_B3, 1),
+            copies_B=lacks_EP[put_B, p_B] - lacks_EP[mine_B, p_B] + to_q_B,
+        )
 
-    def _take_back(self, back: Swap, bound_CK: np.ndarray) -> None:
-        self._set(back)
-        self.bound_CK = bound_CK
+    def _prices(self, changes: Changes) -> np.ndarray:
+        """What the table costs after each change."""
+        mask_B3 = self.mask_E[changes.expert_B3] ^ changes.toggle_B3
+        change_B3C = ((mask_B3[..., None] & ~self.set_C) == 0) - self.inside_EC[changes.expert_B3]
+        load_BK3 = self.load_KE.T[changes.expert_B3].transpose(0, 2, 1)
+        bound_BKC = self.bound_KC + load_BK3 @ (change_B3C * self.scale_C)
+        found: np.ndarray = bound_BKC.max(2).mean(1) + self.copy_price * (self.copies + changes.copies_B)
+        return found
 
-    def _set(self, swap: Swap) -> None:
-        for rank, slot, _ in swap:
-            self._turn(rank, self.slots[rank][slot], -1)
-        for rank, slot, expert in swap:
-            self.slots[rank][slot] = expert
-            self._turn(rank, expert, 1)
+    def _take(self, changes: Changes, chosen: int) -> None:
+        expert_X = self.expert_X.copy()
+        # The second slot first: where both are one, the expert that comes counts.
+        expert_X[changes.y_B[chosen]] = changes.to_y_B[chosen]
+        expert_X[changes.x_B[chosen]] = changes.put_B[chosen]
+        self._read(expert_X)
 
     def placement(self) -> Placement:
         """Whoever pours it brings primaries home (`Draft.of`)."""
-        return Placement(tuple(map(tuple, self.slots)))
-
-
-def _holds(row: list[int], expert: int) -> bool:
-    return expert != EMPTY and expert in row
+        rows = [self.expert_X[self.rank_X == rank] for rank in range(len(self.bit_P))]
+        return Placement(tuple(tuple(row.tolist()) for row in rows))
 
 
 def tight_ranks(draft: Draft, pool: Pool) -> int:
