@@ -121,6 +121,9 @@ def test_the_books_of_a_walk_stay_true(data: st.DataObject) -> None:
         assert all(found.holders)
         assert len(found.holders) == current.num_experts, "none is lost"
         assert walk.copies == sum(move.weights for move in placement.moves(found))
+        walk.widen()
+        assert walk.price >= prices[chosen] - 1e-9, "what is learned only adds bounds"
+        assert len(set(walk.set_C.tolist())) == len(walk.set_C)
         loads_KE = walk.load_KE[:, :-1]
         for loads_E, bound_C in zip(loads_KE, walk.bound_KC, strict=True):
             expected = [bound_of(loads_E, list(found.holders), ranks) for ranks in walk.set_C.tolist()]

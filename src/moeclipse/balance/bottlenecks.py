@@ -7,9 +7,10 @@ Idea. However rows are split, a set S of ranks computes at least what stands now
 and the best split reaches the largest of these bounds over all sets: maximum flow is minimum cut. Few of them
 are ever tight. So a table is judged by sets that were tight once, in microseconds where pouring takes
 milliseconds, and thousands of changes can be tried, many at once: any two experts exchanged, any replica put
-elsewhere, chains of two such moves, a worse one now and then. The table that comes out is poured in full, its tight sets join the others, and so
-on. A search that relieves one full rank at a time ends soon, in tables that are perfect for the average loads
-and brittle for all others (`balance/futures`); this one finds tables that bear them.
+elsewhere, chains of two such moves, a worse one now and then. After every few changes sets next to tight ones
+are looked at; the table that comes out is poured in full, its tight sets join the others, and so on. A search
+that relieves one full rank at a time ends soon, in tables that are perfect for the average loads and brittle
+for all others (`balance/futures`); this one finds tables that bear them.
 
 Contract: pure and deterministic: work is counted, never timed. It counts rows and copies alone; whoever calls
 it compares what it finds by all seconds of a step.
@@ -35,6 +36,8 @@ PAIRED_RANKS = 24
 """Up to so many ranks all pairs of them are known from the start."""
 TOGETHER = 64
 """Changes that are tried at once; the best of them is taken."""
+WIDENED = 4
+"""Ranks that a tight set may gain or lose before the table changes again."""
 ROUNDS, TRIES = 30, 640
 """Of pouring, and of changes between two of them."""
 PATIENCE = 3
@@ -55,10 +58,13 @@ def steadied(draft: Draft, rounds: int = ROUNDS, tries: int = TRIES) -> Draft:
     if len(draft.pools) == 1 or len(draft.slots) > MOST_RANKS:
         return draft
     walk, patience = Walk(draft), PATIENCE
+    walk.widen()
     for _ in range(rounds):
         if walk.fullest < 1 + EVEN or not patience:
             break
-        if not walk.improve(tries):
+        better = walk.improve(tries)
+        walk.widen()
+        if not better:
             patience -= 1
             continue
         after = Draft.of(walk.placement(), draft.problem)
@@ -127,6 +133,23 @@ class Walk:
         new = {tight_ranks(draft, pool) for pool in draft.pools} - set(self.set_C.tolist())
         self.set_C = np.concatenate([self.set_C, np.array(sorted(new), dtype=np.uint64)])
         self.scale_C = 1.0 / np.array([ranks.bit_count() for ranks in self.set_C.tolist()])
+
+    def widen(self) -> None:
+        """Learn sets next to those that are tightest, a rank more or less, as long as they are tighter."""
+        for _ in range(WIDENED):
+            tightest_C = self.set_C[np.unique(self.bound_KC.argmax(1))]
+            near_C = np.unique(tightest_C[:, None] ^ self.bit_P)
+            near_C = near_C[near_C != 0]
+            size_C = ((near_C[:, None] & self.bit_P) != 0).sum(1)
+            inside_EC = ((self.mask_E[:, None] & ~near_C) == 0).astype(float)
+            bound_KC = (self.load_KE @ inside_EC) / size_C
+            tighter_C = (bound_KC > self.bound_KC.max(1)[:, None] + SAME).any(0)
+            if not tighter_C.any():
+                return
+            self.set_C = np.concatenate([self.set_C, near_C[tighter_C]])
+            self.scale_C = np.concatenate([self.scale_C, 1.0 / size_C[tighter_C]])
+            self.inside_EC = np.concatenate([self.inside_EC, inside_EC[:, tighter_C]], 1)
+            self.bound_KC = np.concatenate([self.bound_KC, bound_KC[:, tighter_C]], 1)
 
     def stand_at(self, draft: Draft) -> None:
         """Go on from there."""
