@@ -109,6 +109,8 @@ class Walk:
     def __init__(self, draft: Draft) -> None:
         problem = draft.problem
         self.rng = np.random.default_rng(0)
+        self.inside_EC: np.ndarray
+        self.bound_KC: np.ndarray
         load_KE = np.array([pool.loads for pool in draft.pools])
         working = sum(count > 0 for count in problem.slots_P)
         load_KE = load_KE * working / load_KE.sum(1, keepdims=True)
