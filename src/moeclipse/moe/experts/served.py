@@ -67,6 +67,7 @@ class ServedExperts(WrappedExperts):
         super().__init__(experts)
         self.num_own = num_own
         self.lent: InFlight[torch.Tensor] | None = None
+        self._pieces: list[torch.Tensor] = []
 
     def cut(self, counts: Sequence[int]) -> tuple[list[int], list[int], int]:
         """(pairs of each own expert, of each guest, of all own ones)."""
@@ -77,6 +78,16 @@ class ServedExperts(WrappedExperts):
         """Of the guests, a row each, once they are here."""
         assert self.lent is not None, "weights have been sent for"
         return self.lent.get()
+
+    def pieces_lent(self, experts: Experts) -> list[torch.Tensor]:
+        """The same, each weight in one piece as kernels read it; made once for all units of a call."""
+        if not self._pieces:
+            self._pieces = [weight.contiguous() for weight in experts.unflatten(self.weights_lent())]
+        return self._pieces
+
+    def let_go(self) -> None:
+        """Of what is lent: units keep what backward needs."""
+        self.lent, self._pieces = None, []
 
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
@@ -124,7 +135,9 @@ class FusedWithGuests:
         sums, saved = self.fused.forward(rows, index_M[:pairs], own, score_M[:pairs])
         if not others:
             return sums, Parts(own=saved, guests=None, rows=pairs)
-        more, guests = self._guests().forward(rows, index_M[pairs:], others, score_M[pairs:])
+        lent = self.experts.pieces_lent(self.fused.experts)
+        visiting = FusedExperts(self.fused.experts, self.fused.top_k, lent)
+        more, guests = visiting.forward(rows, index_M[pairs:], others, score_M[pairs:])
         return sums + more, Parts(own=saved, guests=guests, rows=pairs)
 
     def recompute(
@@ -134,15 +147,8 @@ class FusedWithGuests:
         counts: Sequence[int],
         score_M: torch.Tensor,
     ) -> Parts:
-        own, others, pairs = self.experts.cut(counts)
-        saved = self.fused.recompute(rows, index_M[:pairs], own, score_M[:pairs])
-        given = (rows, index_M[pairs:], others, score_M[pairs:])
-        return Parts(own=saved, guests=self._guests().recompute(*given) if others else None, rows=pairs)
-
-    def _guests(self) -> FusedExperts:
-        experts = self.fused.experts
-        lent = [weight.contiguous() for weight in experts.unflatten(self.experts.weights_lent())]
-        return FusedExperts(experts, self.fused.top_k, lent)
+        """The whole of forward: pipelines, which ask for it, have no guests."""
+        return self.forward(rows, index_M, counts, score_M)[1]
 
     def dgrad(
         self, d_partial_RO: torch.Tensor, saved: Parts
@@ -196,7 +202,7 @@ class Guests:
     @property
     def kept(self) -> ServedKept:
         """After the last unit, which was the last to ask for weights."""
-        self.experts.lent = None
+        self.experts.let_go()
         return ServedKept(
             shadows=self.shadows,
             transport=self.transport,

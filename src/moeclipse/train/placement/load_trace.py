@@ -105,7 +105,10 @@ class AskedLoad:
 def counts_of(
     layers: Mapping[int, MoE], num_layers: int, num_experts: int, device: torch.device
 ) -> torch.Tensor:
-    """Of each layer its experts' load and what its gate saw, by two launches; zeros of others' layers."""
+    """Of each layer its experts' load and what its gate saw; zeros of others' layers.
+
+    Two launches for all layers, and those of gates that adapt.
+    """
     nothing = torch.zeros(num_experts + 3, dtype=torch.int64, device=device)
     loads, seen = [nothing[3:]] * num_layers, [nothing[:3]] * num_layers
     for number, layer in layers.items():
