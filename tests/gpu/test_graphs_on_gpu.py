@@ -82,7 +82,7 @@ def test_a_layer_that_asks_the_host_is_told() -> None:
     learner = Learner(with_values(TrainConfig(), SMALL), Mesh.single("cuda"))
     block = learner.layers[0]
     real = block.run
-    block.run = lambda x, *rest: (float(x.sum()), real(x, *rest))[1]  # type: ignore[method-assign]
+    block.run = lambda x, *rest, **more: (float(x.sum()), real(x, *rest, **more))[1]  # type: ignore
     notes: list[str] = []
     for step in range(WARM_STEPS + 2):
         record = learner.step(step)
