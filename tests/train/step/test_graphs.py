@@ -216,3 +216,29 @@ def test_what_a_capture_launches_passes_at_every_replay() -> None:
     for _ in range(WARM_STEPS + 3):
         graphs.run(tokens, tokens, 1.0, 0)
     assert passed == ["a sum"] * 3
+
+
+class RepeatedWork:
+    """What a capture gives: replayed, the work runs again."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
+class RepeatingCapture(SilentCapture):
+    def capture(self, work: Callable[[], None]) -> Any:
+        return RepeatedWork(work)
+
+
+def test_a_scale_that_changes_reaches_graphs_of_every_shape() -> None:
+    seen: list[tuple[int, float]] = []
+
+    def compute(inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, m: int) -> None:
+        seen.append((len(inputs), float(scale)))
+
+    graphs = MicrobatchGraphs(compute, [], RepeatingCapture(), Recorder(torch.device("cpu")))
+    calls = [(2, 1.0)] * (WARM_STEPS + 1) + [(3, 1.0), (2, 8.0), (3, 8.0), (3, 8.0), (2, 4.0), (3, 8.0)]
+    for length, scale in calls:
+        tokens = torch.zeros(length, dtype=torch.int64)
+        graphs.run(tokens, tokens, scale, 0)
+    assert seen == calls

@@ -143,6 +143,7 @@ class MicrobatchGraphs(Graphs):
         self._compute, self._states = compute, list(states)
         self._graphs: dict[tuple[bool, torch.Size], Captured] = {}
         self._inputs: dict[torch.Size, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._scales: dict[torch.Size, float] = {}
 
     def run(self, inputs: torch.Tensor, targets: torch.Tensor, scale: float, microbatch: int) -> None:
         """Microbatch 0 is the first of its step."""
@@ -168,7 +169,9 @@ class MicrobatchGraphs(Graphs):
         mine = self._inputs[inputs.shape]
         mine[0].copy_(inputs)
         mine[1].copy_(targets)
-        mine[2].fill_(scale)
+        if self._scales.get(inputs.shape) != scale:  # a launch only where it changes
+            mine[2].fill_(scale)
+            self._scales[inputs.shape] = scale
         return mine
 
     def _captured(

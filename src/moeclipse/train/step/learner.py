@@ -26,6 +26,7 @@ from moeclipse.model.segment_memory import memories
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.moe.validate import expert_group, is_sharded
+from moeclipse.ops.private_torch import zero_all
 from moeclipse.ops.random import key_of
 from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.schedule import kinds
@@ -186,8 +187,7 @@ class Learner(CheckpointedState):
         if self.by_layer is not None:
             self.by_layer.begin(self.lr(step), self.loss_scale.value)
         memory_state.begin_step(self.memories, self.batches.continues(step))
-        for layer in self.layers:
-            layer.load_E.zero_()
+        zero_all([layer.load_E for layer in self.layers])
         if self.pipelined is None:
             sums = self.one_by_one.run(step, self.loss_scale.value)
         else:
