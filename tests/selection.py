@@ -63,9 +63,13 @@ class LongPart:
         return gone + empty
 
 
+SPREAD = ("tests/combinations/test_combinations.py",)
+"""Files of many cases that share nothing: each case goes to a shard of its own."""
+
+
 class Shard:
-    """`2/8` or `next/8`. Tests go to shards by a hash of their names, so that a test stays where it is when
-    others come and go, and the cases of one expensive test are spread."""
+    """`2/8` or `next/8`. Files go to shards by a hash of their names, so that a test stays where it is when
+    others come and go, and what the tests of a file share, references above all, is made in one shard."""
 
     def __init__(self, text: str) -> None:
         number, _, count = text.partition("/")
@@ -78,7 +82,12 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def holds(self, name: str) -> bool:
-        return zlib.crc32(name.encode()) % self.count == self.number - 1
+        file = name.partition("::")[0]
+        return zlib.crc32((name if file in SPREAD else file).encode()) % self.count == self.number - 1
+
+    def has_none_of(self, file: str) -> bool:
+        """Such a file need not even be read."""
+        return file not in SPREAD and not self.holds(file)
 
 
 def in_turn(items: Iterable[Item], late: Callable[[Item], bool]) -> list[Item]:

@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 
 import selection
-from selection import LongPart, Shard, in_turn, shuffled
+from selection import LONG_PART, SPREAD, LongPart, Shard, in_turn, shuffled
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,31 @@ class Item:
 NAMES = [f"tests/test_{file}.py::test_{number}" for file in "abc" for number in range(40)]
 
 
-def test_every_test_is_in_one_shard_and_shards_are_of_a_size() -> None:
-    parts = [[name for name in NAMES if Shard(f"{number}/4").holds(name)] for number in (1, 2, 3, 4)]
-    assert sorted(name for part in parts for name in part) == sorted(NAMES)
-    assert all(len(part) > 15 for part in parts)
+def shards(count: int) -> list[Shard]:
+    return [Shard(f"{number}/{count}") for number in range(1, count + 1)]
+
+
+def test_every_test_is_in_one_shard_with_all_of_its_file_and_shards_are_of_a_size() -> None:
+    names = [f"tests/test_{number}.py::test_{kind}[{number}]" for number in range(120) for kind in "ab"]
+    parts = [[name for name in names if shard.holds(name)] for shard in shards(4)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert all(len(part) > 30 for part in parts)
+    for name in names:
+        assert [shard.holds(name) for shard in shards(4)] == [shard.holds(twin(name)) for shard in shards(4)]
+
+
+def twin(name: str) -> str:
+    return name.replace("::test_a", "::test_b")
+
+
+def test_files_of_other_shards_are_not_read_and_cases_that_share_nothing_are_spread() -> None:
+    files = {name.partition("::")[0] for name in NAMES}
+    assert all(sum(not shard.has_none_of(file) for shard in shards(8)) == 1 for file in files)
+    for file in SPREAD:
+        assert (LONG_PART.parent.parent / file).exists()
+        parts = [[n for n in range(400) if shard.holds(f"{file}::test_it[{n}]")] for shard in shards(8)]
+        assert all(len(part) > 30 for part in parts)
+        assert not any(shard.has_none_of(file) for shard in shards(8))
 
 
 def test_each_hour_is_the_turn_of_the_next_shard(monkeypatch: pytest.MonkeyPatch) -> None:
