@@ -20,6 +20,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.checkpoints.disk import Disk
 from moeclipse.train.checkpoints.manifest import INDEX
 from moeclipse.train.weights.convert import from_hf, to_hf
+from moeclipse.train.weights.open_model import of_checkpoint
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "ernie4_5_moe")
 
@@ -145,3 +146,7 @@ def test_a_checkpoint_of_no_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"state": {"step": 3}}')
     with pytest.raises(CheckpointError, match=r"stands alone, and what model it is stands in"):
         to_hf(Own(), tmp_path / "out")
+    for model in ("5", '{"dtype": "F32"}', '{"config": 5}'):
+        (tmp_path / INDEX).write_text(f'{{"state": {{"hf": {model}}}}}')
+        with pytest.raises(CheckpointError, match=r"cannot be read: state\.hf\.config is no table"):
+            of_checkpoint(tmp_path)

@@ -166,7 +166,9 @@ def of_checkpoint(path: Path) -> FoundModel:
             f"checkpoint {path} stands alone, and what model it is stands in the config.toml of its run; "
             "give the run's folder"
         )
-    return of_config(path, told["config"])
+    if not isinstance(told, dict) or not isinstance(config := told.get("config"), dict):
+        raise CheckpointError(f"{path}/{INDEX} cannot be read: state.hf.config is no table")
+    return of_config(path, config)
 
 
 def of_folder(path: Path) -> FoundModel:
