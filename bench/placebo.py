@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _smoke import FEW_TOKENS, BenchParser, machine, write
 
-from moeclipse.report.gain import MOST_STEPS, Lines, Taken, cost_of_a_row, estimate
+from moeclipse.report.gain import MOST_STEPS, Lines, PlanTaken, cost_of_a_row, estimate
 from moeclipse.report.run import RunData, read_run
 
 SETTINGS = ("--placement.planner", "static", "--run.sample", "0")
@@ -73,7 +73,7 @@ def count(run: RunData, places: int) -> dict[str, float]:
     since, step_ms = steps // 10, run.steps.column("step_ms")
     found = dict.fromkeys(("places", "noise_known", "by_rows", "by_clock", "either", "medians"), 0)
     for place in np.linspace(since + MOST_STEPS, steps - MOST_STEPS - 2, places).astype(int).tolist():
-        gain = estimate(lines, cost, [Taken(step=place, asked=place, since=since)])
+        gain = estimate(lines, cost, [PlanTaken(step=place, asked=place, since=since)])
         by_rows = gain.rows is not None and gain.rows.stands_out and gain.rows.ms > 0
         by_clock = gain.clock is not None and gain.clock_tells and gain.clock.ms > 0
         known = gain.clock is not None and gain.clock.noise_ms is not None

@@ -8,17 +8,20 @@ may.
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from code_blocks import imports_of
 
 BENCH = Path(__file__).parent.parent / "bench"
 FIGURES: dict[str, tuple[str, ...]] = {
@@ -118,6 +121,18 @@ def test_a_bench_runs_in_its_smallest_size(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert not missing(found, FIGURES[name]), found
     assert any(character.isdigit() for character in done.stdout), "a table"
+
+
+def test_what_benches_and_examples_import_is_there() -> None:
+    """They run in the long part alone; a name that has changed is seen at once."""
+    missing = [
+        f"{path.name}: {module} has no {name}"
+        for folder in (BENCH, BENCH.parent / "examples")
+        for path in folder.glob("*.py")
+        for module, name in imports_of(path.read_text())
+        if not hasattr(importlib.import_module(module), name) and find_spec(f"{module}.{name}") is None
+    ]
+    assert not missing
 
 
 def test_every_bench_is_in_the_list() -> None:
