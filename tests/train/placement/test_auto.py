@@ -27,7 +27,7 @@ AUTO = {
     "placement.commit_after": 1,
     "integrity.every": 1,
 }
-PAGE = Path(__file__).parents[3] / "docs" / "placement.md"
+PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
 PROBE = {
     "row_forward": 1e-3,
     "row_backward": 2e-3,
