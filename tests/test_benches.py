@@ -57,9 +57,10 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "skew_steps": ("step_ms", "throughput", "mb", "fullest"),
     "tensor_parallel": ("step_ms", "comm_ms", "product_ms"),
     "wgrad": ("ms", "tflops"),
+    "wire_layer": ("one", "blocking", "smart", "gathered"),
     "whole_step": ("step_ms", "tokens_per_s"),
 }
-GPU_ALONE = ("host_time", "device_wire")
+GPU_ALONE = ("host_time", "device_wire", "wire_layer")
 ROOT_ALONE = ("shaped_network",)
 MAY_BE_ZERO = ("memory_loss_difference",)
 LONGEST_S = 1200.0

@@ -50,6 +50,15 @@ def test_all_share_one_memory_and_none_moves() -> None:
         Frozen.of("nf4", normal(4, 8, 64), scratch)
 
 
+def test_memory_taken_beforehand_serves_weights_however_the_device_was_named() -> None:
+    """A mesh may say "cuda" where a tensor says "cuda:0": large models had every scratch twice."""
+    scratch = Scratch()
+    weight = Frozen.of("bf16", torch.randn(2, 4, 32), scratch)
+    scratch.allocate(torch.float32, torch.device("cpu:0"))
+    weight.numbers(torch.float32)
+    assert len(scratch.memory) == 1
+
+
 def test_numbers_are_reused_inside_a_scope_alone_and_until_others_of_their_role_come() -> None:
     scratch = Scratch()
     up, other, down = (Frozen.of("nf4", normal(8, 64, key=k), scratch, r) for k, r in enumerate("uud"))

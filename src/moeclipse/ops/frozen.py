@@ -152,6 +152,7 @@ class Scratch:
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Before any graph could make it a part of its own memory."""
+        device = torch.empty(0, device=device).device  # "cuda" may be given; a weight says "cuda:0"
         for role in self.numel:
             self.room(role, (0,), dtype, device)
 
