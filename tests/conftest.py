@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
 import shutil
 import sys
@@ -40,7 +41,7 @@ torch.utils.deterministic.fill_uninitialized_memory = True
 settings.register_profile("short", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("long", deadline=None, max_examples=200)
 settings.load_profile("short")
-MANY = 200
+MANY = 50
 """Tests for which it pays to make forks cheap first."""
 
 
@@ -131,6 +132,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def make_forks_cheap() -> None:
     """What is loaded by now stays: no collector of a fork looks through it, which would copy it."""
+    # autograd loads it, with sympy, when it is first given a gradient to begin from, as by every stage of a
+    # pipeline: two thirds of what a step of two such ranks costs that have just started.
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
     gc.collect()
     gc.freeze()
     use_large_pages()
