@@ -44,7 +44,7 @@ def trained(
 
 
 def same_bits(mesh: Mesh) -> None:
-    for form, clip in (({}, "global"), (NARROW, "layer")):
+    for form, clip in (({}, "global"), ({"optim.accumulate": 2}, "global"), (NARROW, "layer")):
         wanted = trained(mesh, {**form, "optim.clip": clip})
         for how in ({"memory.buffers": 1}, {"memory.share": 0.5}, {}):
             losses, state = trained(mesh, {**form, "optim.clip": clip, "memory.place": "host", **how})

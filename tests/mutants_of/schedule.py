@@ -24,6 +24,14 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/needs.py",
+        "if step.next_forward and op.kind is kinds.ATTN_F else []",
+        "if False else []",
+        "schedule/test_state_travel.py::test_a_layer_that_reads_weights_before_their_update_is_refused",
+        "a layer's forward does not wait for the update of its weights",
+        "it reads weights of the step before",
+    ),
+    Mutant(
+        "schedule/needs.py",
         "        came = [(kinds.BUCKET_FETCH, op.stage, None, None, number)]\n",
         "        came = []\n",
         "schedule/test_state_travel.py::"

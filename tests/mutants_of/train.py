@@ -41,6 +41,22 @@ MUTANTS = (
         "what is saved or compared is half of the last step's",
     ),
     Mutant(
+        "train/optim/deferred.py",
+        "model.begin_forward = partial(self.before, 0)",
+        "model.begin_forward = lambda: None",
+        "train/optim/test_deferred.py::test_the_same_bits_as_updates_behind_the_norm",
+        "an embedding that waits for its update is read before it",
+        "its rows are one update behind in every forward",
+    ),
+    Mutant(
+        "train/optim/adamw.py",
+        "            self.host.forget()\n",
+        "            pass\n",
+        "train/optim/test_deferred.py::test_whoever_looks_between_steps_sees_what_is_updated",
+        "state that was fetched ahead stays when another is loaded",
+        "a run that is resumed in place updates with the moments of before",
+    ),
+    Mutant(
         "train/step/clip.py",
         "self._good = loss.detach().isfinite()",
         "self._good = loss.detach() == loss.detach()",

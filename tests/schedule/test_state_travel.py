@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from edits import swapped, with_rank
 from hypothesis import given
 from hypothesis import strategies as st
 from whole_steps import SCHEDULES, whole
@@ -23,6 +24,7 @@ from moeclipse.schedule.state_travel import (
     ring,
     room_of,
     spread,
+    updated_before,
     updates,
 )
 from moeclipse.schedule.templates import replicate
@@ -32,10 +34,10 @@ from moeclipse.sim.measure import summarise
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_every_schedule_is_proved_with_state_on_the_host(name: str, by_layer: bool) -> None:
+@pytest.mark.parametrize("when", [{}, {"by_layer": True}, {"next_forward": True}], ids=str)
+def test_every_schedule_is_proved_with_state_on_the_host(name: str, when: dict[str, bool]) -> None:
     for slots in (1, 3):
-        program = whole(name, slots=slots, by_layer=by_layer)
+        program = whole(name, slots=slots, **when)
         verify(program)
         verify(replicate(program))
         assert parse_program(format_program(program)) == program
@@ -60,6 +62,35 @@ def test_by_layers_an_update_stands_behind_the_gradients_of_its_layer() -> None:
     at = found.index("0BUCKET_REDUCE@0")
     assert found[at : at + 3] == ["0BUCKET_REDUCE@0", "0BUCKET_UPDATE@0", "0BUCKET_STORE@0"]
     assert at < found.index("0.0ATTN_B3")  # the layer below has not begun its last backward
+
+
+def test_updates_of_the_step_before_stand_in_front_of_their_layers_forward() -> None:
+    found = listed(whole("pp1", slots=1, next_forward=True))
+    begin, at = found.index("0BUCKET_UPDATE@1"), found.index("0.1ATTN_F0")
+    assert found[begin : begin + 3] == ["0BUCKET_UPDATE@1", "0BUCKET_STORE@1", "0BUCKET_FETCH@0"]
+    assert begin < found.index("0.0ATTN_F0")
+    # Behind the last update the first state of the next step leaves: it travels under backward.
+    ahead = ["0BUCKET_UPDATE@0", "0BUCKET_STORE@0", "0BUCKET_FETCH@1"]
+    assert [op for op in found[begin + 3 : at] if "BUCKET" in op] == ahead
+    assert [op for op in found[at:] if "FETCH" in op or "UPDATE" in op] == []
+
+
+def test_a_bucket_of_several_layers_is_updated_before_the_first_of_them() -> None:
+    assert updated_before([0, 0, 3, 2, 2, 5, 4]) == [0, 0, 2, 2, 2, 4, 4]
+    assert updated_before([]) == []
+
+
+def test_a_layer_that_reads_weights_before_their_update_is_refused() -> None:
+    program = whole("pp1", slots=1, next_forward=True)
+    ops = list(program.ranks[0])
+    update, layer = (
+        next(place for place, op in enumerate(ops) if str(op) == name)
+        for name in ("0BUCKET_UPDATE@0", "0.1ATTN_F0")
+    )
+    for place in range(layer, update, -1):
+        ops = swapped(ops, place - 1, place)
+    with pytest.raises(ScheduleError, match=r"0\.1ATTN_F0 on rank 0 .*BUCKET_UPDATE@0"):
+        verify(with_rank(program, 0, ops))
 
 
 def test_layers_may_have_several_buckets_some_of_which_do_not_travel() -> None:
@@ -114,16 +145,16 @@ def test_a_share_of_buckets_travels_spread_over_backward_and_the_last_stay() -> 
         assert 0.4 < early / taken < 0.75, "not all on one side"
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("when", [{}, {"by_layer": True}, {"next_forward": True}], ids=str)
 @pytest.mark.parametrize("reader", [kinds.BUCKET_UPDATE, kinds.BUCKET_STORE, kinds.BUCKET_FETCH], ids=str)
 def test_what_is_used_before_it_came_or_overwritten_while_it_is_read_is_refused(
-    reader: Kind, by_layer: bool
+    reader: Kind, when: dict[str, bool]
 ) -> None:
     """An update waits for its state, a store for the update, a fetch for the store of what was there."""
     read = {kinds.BUCKET_UPDATE: kinds.BUCKET_FETCH, kinds.BUCKET_FETCH: kinds.BUCKET_STORE}.get(
         reader, kinds.BUCKET_UPDATE
     )
-    program = whole("pp1", slots=1, by_layer=by_layer)
+    program = whole("pp1", slots=1, **when)
     ops = list(program.ranks[0])
     gone = {at for at, op in enumerate(ops) if op.kind is read}
     careless = [

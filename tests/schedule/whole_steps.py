@@ -48,6 +48,7 @@ def whole(
     copies: tuple[int, int, int] = (2, 2, 2),
     slots: int = 0,
     by_layer: bool = False,
+    next_forward: bool = False,
 ) -> Program:
     """Two layers a stage, four microbatches; `copies` are dp, ep and tp. `slots`: state is on the host."""
     ranks, per_rank = SCHEDULES[name]
@@ -84,7 +85,8 @@ def whole(
         for place in range(ranks)
     )
     dp, ep, tp = copies
-    given = {"tied": tied, "slots": slots, "by_layer": by_layer, "mirrored": placement.num_chains > 1}
+    given = {"tied": tied, "slots": slots, "by_layer": by_layer, "next_forward": next_forward}
+    given["mirrored"] = placement.num_chains > 1
     step = StepShape(dp=dp, ep=ep, tp=tp, buckets=buckets, **given)
     how = Expansion(overlap=overlap, chunks=chunks, split="layer")  # type: ignore[arg-type]
     return expand(actions, layers, how, step=step)

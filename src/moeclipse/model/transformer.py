@@ -60,6 +60,10 @@ def wants_gradient(h_TD: torch.Tensor) -> torch.Tensor:
     return h_TD if h_TD.requires_grad or not torch.is_grad_enabled() else h_TD.requires_grad_()
 
 
+def nothing() -> None:
+    return
+
+
 class Transformer(nn.Module):
     def __init__(
         self,
@@ -115,6 +119,8 @@ class Transformer(nn.Module):
 
         self.layers = nn.ModuleDict({str(index): layer(index) for index in held})
         self.scratch.allocate(dtype, mesh.device)
+        self.begin_forward: Callable[[], None] = nothing
+        """Who still has something to do before weights are read (`train/optim/deferred`)."""
         self.head: ColumnParallelLinear | None = None
         if self.ends:
             self.norm = RMSNorm(config.d_model, outside, config.norm_eps, config.norm_shift)
@@ -157,7 +163,11 @@ class Transformer(nn.Module):
         return h_TD, reports
 
     def embed(self, ids_BS: torch.Tensor, *, frozen: bool = False) -> torch.Tensor:
-        """`frozen`: it may come without a gradient; ranks exchange that of a layer's input in any case."""
+        """`frozen`: it may come without a gradient; ranks exchange that of a layer's input in any case.
+
+        Every forward begins here.
+        """
+        self.begin_forward()
         h_TD = embed(ids_BS, self.embedding, self.vocab, self.tp)
         scale = self.config.embedding_scale
         h_TD = h_TD if scale == 1 else h_TD * scale

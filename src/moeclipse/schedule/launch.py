@@ -69,6 +69,8 @@ class StepShape:
     """Buffers of the ring that state from the host's memory visits."""
     by_layer: bool = False
     """A layer's update stands behind its weight gradients, not behind the norm of all."""
+    next_forward: bool = False
+    """Updates are those of the step before: each stands in front of the forward of its layers."""
     mirrored: bool = False
     """Two copies of the model run in opposite directions: places p and P-1-p share their parameters."""
 

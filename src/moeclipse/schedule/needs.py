@@ -23,7 +23,7 @@ from moeclipse.schedule.kinds import AWAITED, COMPUTE, ENDS, KIND_OF, LAUNCHES, 
 from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import LayerShape, PipelineShape
-from moeclipse.schedule.state_travel import in_the_buffer_before, updated_with
+from moeclipse.schedule.state_travel import fetched_ahead, in_the_buffer_before, updated_with
 from moeclipse.schedule.whole_step import buckets_of, ends_at, hosted_by, hosted_launch, layer_of
 
 Key = tuple[Kind, int, int | None, int | None] | tuple[Kind, int, int | None, int | None, int | None]
@@ -113,7 +113,16 @@ def _whole_needs(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
         for number, launch in hosted_by(shape, op)
         if launch.ahead and launch.kind in AWAITED
     ]
-    return own + _with_launches(shape, _leaf_needs(shape, op))
+    updated = _updated(shape, step, op) if step.next_forward and op.kind is kinds.ATTN_F else []
+    return own + updated + _with_launches(shape, _leaf_needs(shape, op))
+
+
+def _updated(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
+    """The updates of the weights that a layer's forward reads; its other parts come behind this one."""
+    assert op.stage is not None
+    first = min(shape.placement.stages_of(shape.placement.rank_of[op.stage]))
+    read = [(op.stage, op.layer) in bucket.places for bucket in buckets_of(shape, step, op.stage)]
+    return [(kinds.BUCKET_UPDATE, first, None, None, number) for number, here in enumerate(read) if here]
 
 
 def _launch_key(shape: PipelineShape, host: Op, kind: Kind, number: int) -> Key:
@@ -175,8 +184,11 @@ def _end_needs(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
         return [(told_after[op.kind], op.stage, None, None)]
     number = op.step or 0
     came: list[Key] = []
-    if buckets[number].host_bytes:
+    ahead = step.next_forward and (kinds.BUCKET_FETCH, number) in fetched_ahead(buckets, step)
+    if buckets[number].host_bytes and not ahead:  # what went ahead did so in the step before
         came = [(kinds.BUCKET_FETCH, op.stage, None, None, number)]
+    if step.next_forward:
+        return came
     if step.by_layer:
         same = updated_with(buckets, number)
         return [*came, *((kinds.BUCKET_REDUCE, op.stage, None, None, other) for other in same)]

@@ -11,6 +11,8 @@ leave when the step begins and travel under forward.
 
     end         updates behind the norm of all gradients
     layer       each behind the weight gradients of its layer, the norm being the layer's own: under backward
+    forward     those of the step before, each in front of its layers' forward; the first fetches of the next
+                ones leave behind the last of them, and travel under backward
 
 Contract: two lanes, one for each direction of the wire; each has a group of one rank, because nobody is met.
 """
@@ -68,12 +70,29 @@ def room_of(sizes: Sequence[float], slots: int) -> float:
 
 
 def ring_of(buckets: Sequence[BucketShape], step: StepShape) -> list[Region]:
-    return ring([buckets[number].host_bytes for number in travelling(buckets)], step.slots)
+    return ring([buckets[number].host_bytes for number in travelling(buckets, step)], step.slots)
 
 
-def travelling(buckets: Sequence[BucketShape]) -> list[int]:
+def update_order(num_buckets: int, *, next_forward: bool) -> list[int]:
+    """As gradients come: from the last layer to the first. Under forward from the first to the last."""
+    return list(range(num_buckets))[:: -1 if next_forward else 1]
+
+
+def travelling(buckets: Sequence[BucketShape], step: StepShape) -> list[int]:
     """Buckets with state in the host's memory, in the order of their updates."""
-    return [number for number, bucket in enumerate(buckets) if bucket.host_bytes]
+    order = update_order(len(buckets), next_forward=step.next_forward)
+    return [number for number in order if buckets[number].host_bytes]
+
+
+def updated_before(layers: Sequence[int]) -> list[int]:
+    """In front of which layer each update stands, from the first layer of each bucket in their order.
+
+    One that stands behind another waits for it: a bucket of layers 3 to 5 before the experts of 2: both at 2.
+    """
+    found = list(layers)
+    for place in range(len(found) - 2, -1, -1):
+        found[place] = min(found[place], found[place + 1])
+    return found
 
 
 def kinds_of(bucket: BucketShape) -> tuple[Kind, ...]:
@@ -84,13 +103,13 @@ def kinds_of(bucket: BucketShape) -> tuple[Kind, ...]:
 
 def fetched_ahead(buckets: Sequence[BucketShape], step: StepShape) -> list[Numbered]:
     """What leaves when the step begins: as many as the ring has room for."""
-    pairs = zip(travelling(buckets), ring_of(buckets, step), strict=True)
+    pairs = zip(travelling(buckets, step), ring_of(buckets, step), strict=True)
     return [(kinds.BUCKET_FETCH, number) for number, region in pairs if region.before < 0]
 
 
 def updates(buckets: Sequence[BucketShape], step: StepShape, which: Sequence[int]) -> Iterator[Numbered]:
     """The updates of some buckets; behind each that travels its way back, then who takes its room."""
-    travel, regions = travelling(buckets), ring_of(buckets, step)
+    travel, regions = travelling(buckets, step), ring_of(buckets, step)
     at = {number: place for place, number in enumerate(travel)}
     for number in which:
         yield kinds.BUCKET_UPDATE, number
@@ -103,9 +122,15 @@ def updates(buckets: Sequence[BucketShape], step: StepShape, which: Sequence[int
 
 def in_the_buffer_before(buckets: Sequence[BucketShape], step: StepShape, number: int) -> int | None:
     """The bucket whose state has to leave the buffer before that of `number` can come."""
-    travel = travelling(buckets)
-    before = ring_of(buckets, step)[travel.index(number)].before
+    travel, regions = travelling(buckets, step), ring_of(buckets, step)
+    mine = regions[travel.index(number)]
+    before = last_in(regions, mine) if step.next_forward and mine.before < 0 else mine.before
     return travel[before] if before >= 0 else None
+
+
+def last_in(regions: Sequence[Region], mine: Region) -> int:
+    """The last of a step that lies where `mine` does: it is in the way of the next step's first ones."""
+    return max(place for place, other in enumerate(regions) if mine.overlaps(other))
 
 
 def updated_with(buckets: Sequence[BucketShape], number: int) -> list[int]:

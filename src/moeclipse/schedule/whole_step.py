@@ -2,7 +2,8 @@
 
     with_launches   behind or in front of an op, the collectives that it launches while it runs
     with_end        behind the microbatches: buckets, the norm, loads, the optimizer, weights to everyone;
-                    by layers, updates stand where their gradients are (`schedule/state_travel`)
+                    by layers, updates stand where their gradients are (`schedule/state_travel`), and those of
+                    the step before stand in front of their layers' forward
     numbered        groups of ranks, and numbers on them
 
 One op is one launch: of a microbatch that is cut, what travels, and what launches it, is an op a chunk.
@@ -18,7 +19,14 @@ from moeclipse.schedule.kinds import A2A, AWAITED, COMPUTE, COPIES, LAUNCHES, P2
 from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape, group_name
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import PipelineShape
-from moeclipse.schedule.state_travel import fetched_ahead, layers_of, updates
+from moeclipse.schedule.state_travel import (
+    Numbered,
+    fetched_ahead,
+    layers_of,
+    update_order,
+    updated_before,
+    updates,
+)
 
 END_AXES: dict[Kind, str] = {
     kinds.TIED_SUM: "ends",
@@ -183,16 +191,35 @@ def with_end(shape: PipelineShape, place: int, ops: Flagged) -> Flagged:
         behind.setdefault(at, []).append(_bucket(kinds.BUCKET_REDUCE, first, number))
         following = updates(buckets, step, whole.get(number, ()))
         behind[at] += [_bucket(kind, first, each) for kind, each in following]
-    found: Flagged = [(_bucket(*each), False) for each in _at(first, fetched_ahead(buckets, step))]
+    front = _under_forward(shape, first, ops) if step.next_forward else {0: fetched_ahead(buckets, step)}
+    found: Flagged = []
     for position, (op, serial) in enumerate(ops):
+        found += [(_bucket(*each), False) for each in _at(first, front.get(position, ()))]
         found.append((op, serial))
         found += [(reduce, False) for reduce in behind.get(position, ())]
     tail = [op for op in ends if op.kind is kinds.TIED_SUM] + behind.get(len(ops), [])
     tail += [op for op in ends if op.kind is not kinds.TIED_SUM]
-    last = () if step.by_layer else range(len(buckets))
+    last = () if step.by_layer or step.next_forward else range(len(buckets))
     tail += [_bucket(*each) for each in _at(first, updates(buckets, step, last))]
     tail += [_bucket(kinds.BUCKET_GATHER, first, number) for number in range(len(buckets))]
     return found + [(op, False) for op in tail]
+
+
+def _under_forward(shape: PipelineShape, first: int, ops: Flagged) -> dict[int, list[Numbered]]:
+    """What the step before left to do, by the position of the op that it stands in front of."""
+    assert shape.step is not None
+    buckets, entered = buckets_of(shape, shape.step, first), dict[tuple[int, int], int]()
+    for position, (op, _) in enumerate(ops):
+        if op.kind is kinds.ATTN_F and op.stage is not None and op.layer is not None:
+            entered.setdefault((op.stage, op.layer), position)
+    order = update_order(len(buckets), next_forward=True)
+    read = [min((entered[where] for where in buckets[number].places), default=0) for number in order]
+    found: dict[int, list[Numbered]] = {}
+    for number, position in zip(order, updated_before(read), strict=True):
+        found.setdefault(position, []).extend(updates(buckets, shape.step, [number]))
+    if found:
+        found[max(found)] += fetched_ahead(buckets, shape.step)
+    return found
 
 
 def _at(stage: int, several: Iterable[tuple[Kind, int]]) -> Iterator[tuple[Kind, int, int]]:

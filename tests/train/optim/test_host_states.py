@@ -161,12 +161,13 @@ def test_a_host_without_room_is_refused_with_what_would_fit() -> None:
 
 
 def told(mesh: Mesh) -> None:
-    changes = {"memory.copy_gb_s": 0.002, "memory.buffers": 2}
+    changes = {"memory.copy_gb_s": 0.002, "memory.buffers": 2, "integrity.every": 0}
     learner = Learner(config_of(HOST, changes), mesh)
     host = learner.optim.host
     assert host is not None
     learner.step(0)
-    (record,) = (told.times for told in learner.times.take())
+    learner.step(1)  # under whose forward the state of the first one travels
+    _, record = (told.times for told in learner.times.take())
     seconds = host.num_bytes / 2e6
     assert record["comm_ms"] > 900 * seconds  # each way takes so long, and they overlap
     assert record["exposed_ms"] > 0
@@ -181,7 +182,8 @@ def test_copies_are_told_as_hidden_or_exposed_like_other_transfers() -> None:
 
 
 def goes_on(mesh: Mesh) -> None:
-    learner = Learner(config_of(HOST, {"memory.buffers": 2, "integrity.every": 0}), mesh)
+    by_layer = {"memory.buffers": 2, "integrity.every": 0, "optim.clip": "layer"}
+    learner = Learner(config_of(HOST, by_layer), mesh)
     host = learner.optim.host
     assert host is not None
     gate, copy = threading.Event(), host.lane.copy
@@ -204,7 +206,7 @@ def goes_on(mesh: Mesh) -> None:
     threading.Timer(0.2, gate.set).start()
     learner.step(2)  # fetches what the store of step 1 has yet to bring
     state = state_of(learner)
-    assert_same(state, trained(mesh, config_of(DEVICE))[1])
+    assert_same(state, trained(mesh, config_of(DEVICE, {"optim.clip": "layer"}))[1])
 
 
 def assert_open(gate: threading.Event) -> None:
@@ -219,7 +221,7 @@ def out_of_order(mesh: Mesh) -> None:
     learner = Learner(config_of(HOST), mesh)
     host = learner.optim.host
     assert host is not None
-    placed = [bucket for bucket in learner.buckets if bucket.name in host.travellers]
+    placed = [bucket for bucket in learner.buckets if bucket.name in host.travellers][::-1]
     with pytest.raises(ScheduleError, match="is updated, but the program's next is"):
         host.arrived(placed[0])  # nothing was fetched
     host.begin_step()

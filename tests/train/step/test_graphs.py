@@ -242,3 +242,26 @@ def test_a_scale_that_changes_reaches_graphs_of_every_shape() -> None:
         tokens = torch.zeros(length, dtype=torch.int64)
         graphs.run(tokens, tokens, scale, 0)
     assert seen == calls
+
+
+def test_where_weights_are_updated_inside_a_forward_that_microbatch_is_never_replayed() -> None:
+    captured: list[int] = []
+
+    class Counting(SilentCapture):
+        def capture(self, work: Callable[[], None]) -> Any:
+            captured.append(1)
+            return super().capture(work)
+
+    ran: list[int] = []
+
+    def compute(inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, m: int) -> None:
+        ran.append(m)
+
+    graphs = MicrobatchGraphs(compute, [], Counting(), Recorder(torch.device("cpu")))
+    graphs.first_eagerly = True
+    tokens = torch.zeros(2, dtype=torch.int64)
+    for _ in range(WARM_STEPS + 3):
+        for m in (0, 1):
+            graphs.run(tokens, tokens, 1.0, m)
+    assert len(captured) == 1, "of the second one"
+    assert ran.count(0) == WARM_STEPS + 3

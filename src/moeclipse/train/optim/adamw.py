@@ -30,6 +30,7 @@ from moeclipse.ops.rounding import Stretch, Stretches
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 from moeclipse.train.optim.buckets import Bucket, Buckets, BucketSegment
 from moeclipse.train.optim.column_shards import ColumnShard
+from moeclipse.train.optim.deferred import DeferredUpdates
 from moeclipse.train.optim.host_states import HostStates
 from moeclipse.train.optim.optim_config import OptimConfig
 from moeclipse.train.optim.shard_state import STATES as STATES
@@ -88,12 +89,16 @@ class AdamW:
         self.updates = 0
         self.notes: list[str] = []
         """What is to be said of the state that was loaded."""
+        self.deferred: DeferredUpdates | None = None
+        """Updates wait for the next step's forward."""
         make = ShardState.of if host is None else host.take
         self._states = [make(bucket, config) for bucket in buckets]
 
     @property
     def states(self) -> list[ShardState]:
         """Of all buckets, for whoever reads or writes them beside updates: none of it is under way."""
+        if self.deferred is not None:
+            self.deferred.finish()
         if self.host is not None:
             self.host.settle()
         return self._states
@@ -126,6 +131,9 @@ class AdamW:
         """This rank's part of a step; nobody else hears of it yet."""
         self.updates += 1
         factor = self.factor(norm, scale)
+        if self.deferred is not None:
+            self.deferred.hold(shards, lr, factor)
+            return
         for number, grad in enumerate(shards):
             self.update_bucket(number, grad, lr, factor)
 
@@ -182,6 +190,13 @@ class AdamW:
     def take_back(self) -> None:
         """The last update had a norm that was not finite: it changed nothing, and does not count."""
         self.updates -= 1
+        if self.deferred is not None:
+            self.deferred.drop()
+
+    def begin_fetching(self) -> None:
+        """State of the next updates is under way from here on."""
+        if self.host is not None:
+            self.host.begin_step()
 
     def factor(self, norm: float | torch.Tensor, scale: float) -> torch.Tensor:
         """What gradients are multiplied by, on the device; NaN where the norm is not finite."""
@@ -246,6 +261,8 @@ class AdamW:
 
     @torch.no_grad()
     def _take(self, source: Readable, kinds: Sequence[str]) -> None:
+        if self.host is not None:
+            self.host.forget()
         for bucket, state in zip(self.buckets, self.states, strict=True):
             for kind in kinds:
                 values = state.room(kind)

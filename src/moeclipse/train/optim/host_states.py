@@ -30,7 +30,7 @@ from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import COPIES, TO_DEVICE, TO_HOST
 from moeclipse.schedule.op import Op
-from moeclipse.schedule.state_travel import Region, ring
+from moeclipse.schedule.state_travel import Region, last_in, ring
 from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
 from moeclipse.train.optim.buckets import Bucket
 from moeclipse.train.optim.memory_config import MemoryConfig
@@ -89,7 +89,10 @@ class HostStates:
         return self._ring.nbytes
 
     def prepare(self, buckets: Sequence[Bucket], config: OptimConfig) -> None:
-        """Take memory for the state of all buckets that travel; pages come while the rest is built."""
+        """Take memory for the state of all buckets that travel; pages come while the rest is built.
+
+        `buckets`: in the order of their updates.
+        """
         sizes: dict[str, int] = {}
         for bucket in buckets:
             if bucket.name in self.names:
@@ -109,8 +112,8 @@ class HostStates:
             self._memories[name] = HostMemory(size, pins, slice_bytes=max(size, 1))
         names, regions = list(sizes), ring(list(sizes.values()), self.slots)
         for name, region in zip(names, regions, strict=True):
-            last = max(place for place, other in enumerate(regions) if region.overlaps(other))
-            self._regions[name] = region, names[last if region.before < 0 else region.before]
+            before = last_in(regions, region) if region.before < 0 else region.before
+            self._regions[name] = region, names[before]
         room = int(max((region.stop for region in regions), default=0))
         self._ring = torch.empty(room, dtype=torch.uint8, device=device)
 
@@ -144,7 +147,10 @@ class HostStates:
     def follow(self, ops: Sequence[Op], buckets: Sequence[Bucket]) -> None:
         """The list of this rank, of a verified program: copies are launched in its order."""
         listed = [(op, buckets[op.step or 0].name) for op in ops if op.kind in (*COPIES, kinds.BUCKET_UPDATE)]
-        self._ops = [(op, name) for op, name in listed if name in self.travellers]
+        ours = [(op, name) for op, name in listed if name in self.travellers]
+        # What is fetched behind the last update is there for the first one of the next step.
+        last = max((at for at, (op, _) in enumerate(ours) if op.kind is not kinds.BUCKET_FETCH), default=-1)
+        self._ops = ours[last + 1 :] + ours[: last + 1]
         self._next = len(self._ops)
 
     def begin_step(self) -> None:
@@ -183,6 +189,15 @@ class HostStates:
                 label, before = f"fetch of state, bucket {name}", self._left.get(one.behind)
                 one.came = self.lane.copy(TO_DEVICE, label, one.buffer, one.held, after=before)
             self._next += 1
+
+    def forget(self) -> None:
+        """What was fetched ahead is another's: somebody writes where it lies. It is fetched again."""
+        if not any(op.kind is kinds.BUCKET_UPDATE for op, _ in self._ops[: self._next]):
+            for traveller in self.travellers.values():
+                if traveller.came is not None:
+                    traveller.came.finish()
+                    traveller.came = None
+            self._next = len(self._ops)
 
     def settle(self) -> None:
         """Behind the last update of a step: wait until all state is where it lies."""

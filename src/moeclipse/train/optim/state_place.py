@@ -9,7 +9,7 @@ from __future__ import annotations
 from moeclipse.comm.async_ops.host_lane import HostLane
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.host_memory import available_memory
-from moeclipse.schedule.state_travel import spread
+from moeclipse.schedule.state_travel import spread, update_order
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import AdamW
 from moeclipse.train.optim.buckets import Buckets
@@ -19,8 +19,10 @@ SPARED = 0.9
 """Of the host's free memory that state may take: files are read and written through the rest."""
 
 
-def optimizer_of(config: TrainConfig, mesh: Mesh, buckets: Buckets, share: float) -> AdamW:
-    """The optimizer of a run, `share` of its state on the host."""
+def optimizer_of(
+    config: TrainConfig, mesh: Mesh, buckets: Buckets, share: float, *, next_forward: bool
+) -> AdamW:
+    """The optimizer of a run, `share` of its state on the host; updates may be those of the step before."""
     seed = config.run.seed
     sizes = [(bucket.name, float(bucket.bounds[-1])) for bucket in buckets]
     names = spread(sizes, share) if config.memory.travels else []
@@ -30,7 +32,8 @@ def optimizer_of(config: TrainConfig, mesh: Mesh, buckets: Buckets, share: float
     host = HostStates(
         HostLane(mesh.device, mesh.recorder, rate), config.memory, names, room_for(config, mesh)
     )
-    host.prepare(buckets.buckets, config.optim)
+    order = update_order(len(buckets.buckets), next_forward=next_forward)
+    host.prepare([buckets.buckets[number] for number in order], config.optim)
     return AdamW(buckets, config.optim, seed, host)
 
 

@@ -31,7 +31,7 @@ from moeclipse.sim.measure import summarise
 from moeclipse.sim.step_costs import GRADIENT_BYTES
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.state_bytes import each_element
-from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run, updates_in_backward
+from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run, when_updated
 from moeclipse.train.step.pipelined import chunks_for
 
 HELD = {2.0: torch.bfloat16, 8.0: torch.float64}
@@ -198,10 +198,9 @@ class RunStep:
         table = prices.table_parameters
         buckets = estimated_buckets(layout, sizes, (table, 0.0 if tied else table), tied=tied)
         apart = layout.rank_of[0] != layout.rank_of[-1]
-        by_layer = updates_in_backward(config, self.dp * self.ep * config.parallel.tp * pp, pp)
         placed = tuple(self._placed(mine, step) for mine in buckets)
-        step = replace(step, buckets=placed, tied=tied and apart, by_layer=by_layer)
-        step = replace(step, slots=config.memory.buffers)
+        step = replace(step, buckets=placed, tied=tied and apart, slots=config.memory.buffers)
+        step = when_updated(step, config, self.dp * self.ep * config.parallel.tp * pp, pp)
         chunks = chunks_for(config, self.dp * self.ep)
         return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout
 

@@ -21,6 +21,7 @@ from moeclipse.model.transformer import Transformer
 from moeclipse.pipeline.overlap import StageLayout, make_program
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.launch import BucketShape, StepShape
+from moeclipse.schedule.op import Program
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import Buckets
@@ -61,9 +62,8 @@ def step_program(
     copies = len(everyone) // mesh.pp
     listed = tuple(tuple(map(_bucket, everyone[place * copies])) for place in range(mesh.pp))
     ends = layout.rank_of[0], layout.rank_of[-1]
-    by_layer = updates_in_backward(config, mesh.num_ranks, mesh.pp)
-    step = replace(step, buckets=listed, tied=tied and ends[0] != ends[1])
-    step = replace(step, slots=config.memory.buffers, by_layer=by_layer)
+    step = replace(step, buckets=listed, tied=tied and ends[0] != ends[1], slots=config.memory.buffers)
+    step = when_updated(step, config, mesh.num_ranks, mesh.pp)
     accumulate = config.optim.accumulate
     return make_program(config.pipeline, layout, layers, mesh.pp, accumulate, chunks, step=step)
 
@@ -72,6 +72,29 @@ def updates_in_backward(config: TrainConfig, num_ranks: int, pp: int) -> bool:
     """Whether a layer is updated as soon as its gradients are there (`train/step/clip`)."""
     plain = not config.runs_program(pp, num_ranks)
     return config.optim.clip == "layer" and num_ranks == 1 and (plain or by_layers(config))
+
+
+def updates_in_next_forward(config: TrainConfig, num_ranks: int, pp: int) -> bool:
+    """Whether state that travels does so under the next step's forward (`train/optim/deferred`)."""
+    alone = num_ranks == 1 and not config.runs_program(pp, num_ranks)
+    return config.memory.travels and config.optim.clip == "global" and alone
+
+
+def when_updated(step: StepShape, config: TrainConfig, num_ranks: int, pp: int) -> StepShape:
+    """The step with its buckets, and where the updates of these stand."""
+    travels = any(bucket.host_bytes for mine in step.buckets for bucket in mine)
+    return replace(
+        step,
+        by_layer=updates_in_backward(config, num_ranks, pp),
+        next_forward=travels and updates_in_next_forward(config, num_ranks, pp),
+    )
+
+
+def first_layers(program: Program) -> list[int]:
+    """Of each bucket of a rank that has all layers, the first of them that reads its weights."""
+    step = program.pipeline().step
+    assert step is not None
+    return [min((layer for _, layer in bucket.places), default=0) for bucket in step.buckets[0]]
 
 
 def by_layers(config: TrainConfig) -> bool:

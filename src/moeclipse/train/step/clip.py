@@ -1,6 +1,7 @@
 """Gradients are clipped, all by one norm or each layer by its own, and updated when that is known.
 
-    global    sums of squares -> norm of everything -> updates of everything             behind backward
+    global    sums of squares -> norm of everything -> updates of everything             behind backward,
+              or under the next forward (`train/optim/deferred`)
     layer     sums of squares of a layer -> its norm -> its update                       behind its gradients
 
 By layers, on one rank whose microbatches go one after the other, or layer by layer (`pipeline.schedule =

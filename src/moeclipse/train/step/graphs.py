@@ -106,6 +106,8 @@ class Graphs:
         self._steps = 0
         self.eager = False
         """Somebody watches what Python does: nothing is replayed."""
+        self.first_eagerly = False
+        """The first microbatch of a step is never replayed: weights are updated inside of its forward."""
         self.refused = ""
         """Why nothing is captured any more."""
         self._notes: list[str] = []
@@ -113,7 +115,8 @@ class Graphs:
     def _warm(self, first: bool) -> bool:
         """Whether a microbatch, the first of its step or not, may be replayed."""
         self._steps += first and not self.eager
-        return not self.refused and not self.eager and self._steps > WARM_STEPS
+        replayed = not self.eager and not (first and self.first_eagerly)
+        return not self.refused and replayed and self._steps > WARM_STEPS
 
     def _refuse(self, error: RuntimeError) -> None:
         self.refused = str(error).splitlines()[0]

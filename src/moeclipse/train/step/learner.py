@@ -39,6 +39,7 @@ from moeclipse.train.data.sources import corpus_of, open_samples
 from moeclipse.train.observe.step_times import StepTimes
 from moeclipse.train.optim.adamw import learning_rate
 from moeclipse.train.optim.buckets import Buckets
+from moeclipse.train.optim.deferred import DeferredUpdates
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.optim.state_place import optimizer_of
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
@@ -46,11 +47,13 @@ from moeclipse.train.placement.may_move import as_far_as_it_goes
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.predict.host_share import share_for
 from moeclipse.train.predict.step_program import (
+    first_layers,
     ledger_of,
     one_layer_at_a_time,
     one_stage,
     step_program,
     updates_in_backward,
+    updates_in_next_forward,
 )
 from moeclipse.train.run.source_losses import told_by_source
 from moeclipse.train.step import memory_state
@@ -90,7 +93,8 @@ class Learner(CheckpointedState):
         self.groups.apply(self.model, mesh)
         in_backward = updates_in_backward(config, mesh.num_ranks, mesh.pp)
         self.buckets = self._make_buckets()
-        self.optim = optimizer_of(config, mesh, self.buckets, share)
+        later = updates_in_next_forward(config, mesh.num_ranks, mesh.pp)
+        self.optim = optimizer_of(config, mesh, self.buckets, share, next_forward=later)
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)
@@ -101,9 +105,15 @@ class Learner(CheckpointedState):
         ):
             mesh.recorder.ledger = ledger_of(self.program(), mesh)
         if self.optim.host is not None:
-            self.optim.host.follow(self.program().program.ranks[mesh.pp_index], self.buckets.buckets)
+            program = self.program().program
+            self.optim.host.follow(program.ranks[mesh.pp_index], self.buckets.buckets)
+            if later:
+                self.optim.deferred = DeferredUpdates(self.optim, first_layers(program))
+                self.optim.deferred.watch(self.model)
         self.one_by_one = OneByOne(config, mesh, self.model, self.buckets, self.batches)
         """Used where there is no pipeline."""
+        if self.optim.deferred is not None and self.one_by_one.graphs is not None:
+            self.one_by_one.graphs.first_eagerly = True
         self.one_by_one.notes[:0] = notes
         self.by_layer: LayerClip | None = None
         if config.optim.clip == "layer":
@@ -182,8 +192,8 @@ class Learner(CheckpointedState):
         place = mesh.rank if self.model.tp.parts_tokens else mesh.data_index
         torch.manual_seed(key_of(self.config.run.seed, step, place) >> 1)
         self.buckets.zero()
-        if self.optim.host is not None:
-            self.optim.host.begin_step()
+        if self.optim.deferred is None:
+            self.optim.begin_fetching()
         if self.by_layer is not None:
             self.by_layer.begin(self.lr(step), self.loss_scale.value)
         memory_state.begin_step(self.memories, self.batches.continues(step))
