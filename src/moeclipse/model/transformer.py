@@ -65,6 +65,9 @@ def nothing() -> None:
 
 
 class Transformer(nn.Module):
+    begin_forward: Callable[[], None] = staticmethod(nothing)
+    """Who still has something to do before weights are read (`train/optim/deferred`)."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -119,8 +122,6 @@ class Transformer(nn.Module):
 
         self.layers = nn.ModuleDict({str(index): layer(index) for index in held})
         self.scratch.allocate(dtype, mesh.device)
-        self.begin_forward: Callable[[], None] = nothing
-        """Who still has something to do before weights are read (`train/optim/deferred`)."""
         self.head: ColumnParallelLinear | None = None
         if self.ends:
             self.norm = RMSNorm(config.d_model, outside, config.norm_eps, config.norm_shift)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -51,10 +51,10 @@ class DeferredUpdates:
         model.begin_forward = partial(self.before, 0)
         model.register_state_dict_pre_hook(lambda *_: self.finish())
         for number, layer in enumerate(model.all_layers):
-            layer.register_forward_pre_hook(self._hook(number))
+            layer.register_forward_pre_hook(partial(self._entered, number))
 
-    def _hook(self, layer: int) -> Any:
-        return lambda *_: self.before(layer)
+    def _entered(self, layer: int, *_: object) -> None:
+        self.before(layer)
 
     def hold(self, shards: list[torch.Tensor], lr: float, factor: torch.Tensor) -> None:
         """What is to be updated with; nothing else is waiting."""

@@ -104,16 +104,9 @@ class Learner(CheckpointedState):
             and not (config.model.memory and mesh.tp > 1)
         ):
             mesh.recorder.ledger = ledger_of(self.program(), mesh)
-        if self.optim.host is not None:
-            program = self.program().program
-            self.optim.host.follow(program.ranks[mesh.pp_index], self.buckets.buckets)
-            if later:
-                self.optim.deferred = DeferredUpdates(self.optim, first_layers(program))
-                self.optim.deferred.watch(self.model)
         self.one_by_one = OneByOne(config, mesh, self.model, self.buckets, self.batches)
         """Used where there is no pipeline."""
-        if self.optim.deferred is not None and self.one_by_one.graphs is not None:
-            self.one_by_one.graphs.first_eagerly = True
+        self._follow_program(later)
         self.one_by_one.notes[:0] = notes
         self.by_layer: LayerClip | None = None
         if config.optim.clip == "layer":
@@ -153,6 +146,18 @@ class Learner(CheckpointedState):
             placement_of=self.placement.placement_of,
             lora=config.lora,
         )
+
+    def _follow_program(self, later: bool) -> None:
+        """State on the host travels as the program says; `later`: for updates under the next forward."""
+        if self.optim.host is None:
+            return
+        program = self.program().program
+        self.optim.host.follow(program.ranks[self.mesh.pp_index], self.buckets.buckets)
+        if later:
+            self.optim.deferred = DeferredUpdates(self.optim, first_layers(program))
+            self.optim.deferred.watch(self.model)
+            if self.one_by_one.graphs is not None:
+                self.one_by_one.graphs.first_eagerly = True
 
     def _make_buckets(self) -> Buckets:
         optim = self.config.optim
