@@ -64,6 +64,25 @@ def test_as_exact_as_plain_torch(kind: GateKind, tokens: int, experts: int) -> N
         assert difference(mine, truth) <= 1.1 * difference(theirs, truth) + 1e-6
 
 
+def test_a_router_with_a_bias_is_as_exact() -> None:
+    """gpt-oss' router: the gradients of x, weight and bias, and what is chosen."""
+    errors: dict[str, list[float]] = {}
+    truth: list[torch.Tensor] = []
+    cases = (("truth", gate_reference, torch.float64), ("plain", gate_reference, torch.bfloat16))
+    for name, run, dtype in (*cases, ("ours", gate, torch.bfloat16)):
+        x, weight, bias = given(500, 128)
+        more = 0.1 * torch.linspace(-1, 1, 128, device="cuda").bfloat16()
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (x, weight, more)]
+        steer = bias.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        rest = (None, leaves[2]) if run is gate else (leaves[2],)
+        chosen = run(leaves[0], leaves[1], steer, GateKind(k=4), *rest)  # type: ignore[operator]
+        grads = torch.autograd.grad(loss(chosen, torch.linspace(-1, 1, 128, device="cuda")), leaves)
+        truth = list(grads) if name == "truth" else truth
+        errors[name] = [difference(mine, right) for mine, right in zip(grads, truth, strict=True)]
+    for mine, theirs in zip(errors["ours"], errors["plain"], strict=True):
+        assert mine <= 1.1 * theirs + 1e-6
+
+
 def test_the_weight_adds_into_its_main_grad_and_two_runs_give_the_same_bits() -> None:
     x, weight, bias = given(1000, 64)
     exact = gradients(gate_reference, GateKind(k=4), torch.float64, 1000, 64)[1]

@@ -2,7 +2,7 @@
 that losses need.
 
     chosen = gate(x_TD, weight_ED, bias_E, k, ...)
-    logits    x w^T, in fp32
+    logits    x w^T, in fp32, and a bias of their own where the router has one
     p         softmax or sigmoid of the logits
     ids       the k largest of p + bias; the bias steers the choice and never the score
     scores    p of those, divided by their sum or not, times `scale`
@@ -49,10 +49,15 @@ class GateKind(NamedTuple):
 
 
 def gate_reference(
-    x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor, kind: GateKind
+    x_TD: torch.Tensor,
+    weight_ED: torch.Tensor,
+    bias_E: torch.Tensor,
+    kind: GateKind,
+    logit_bias_E: torch.Tensor | None = None,
 ) -> Chosen:
     wide = WIDE[x_TD.dtype]
-    logits_TE = F.linear(x_TD.to(wide), weight_ED.to(wide))
+    more_E = None if logit_bias_E is None else logit_bias_E.to(wide)
+    logits_TE = F.linear(x_TD.to(wide), weight_ED.to(wide), more_E)
     p_TE = logits_TE.sigmoid() if kind.sigmoid else logits_TE.softmax(-1)
     wanted_TE = (p_TE + bias_E).detach()
     # A stable sort, because topk does not say which of two equal ones comes first.
@@ -74,11 +79,12 @@ def gate(
     bias_E: torch.Tensor,
     kind: GateKind,
     place: Place | None = None,
+    logit_bias_E: torch.Tensor | None = None,
 ) -> Chosen:
     """The weight's gradient goes to its `place`; left out: autograd gets it."""
     if not gate_fits(x_TD, weight_ED, kind.k):
-        return gate_reference(x_TD, weight_ED, bias_E, kind)
-    return Chosen(*_Gate.apply(x_TD, weight_ED, bias_E, kind, place))
+        return gate_reference(x_TD, weight_ED, bias_E, kind, logit_bias_E)
+    return Chosen(*_Gate.apply(x_TD, weight_ED, bias_E, kind, place, logit_bias_E))
 
 
 def gate_fits(x_TD: torch.Tensor, weight_ED: torch.Tensor, k: int) -> bool:
@@ -101,11 +107,15 @@ class _Gate(torch.autograd.Function):
         bias_E: torch.Tensor,
         kind: GateKind,
         place: Place | None,
+        logit_bias_E: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+        if logit_bias_E is not None:
+            logits_TE += logit_bias_E
         chosen = choose_kernel(logits_TE, bias_E, kind)
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, chosen.ids_TK)
         ctx.kind, ctx.place = kind, place
+        ctx.bias_dtype = None if logit_bias_E is None else logit_bias_E.dtype
         ctx.mark_non_differentiable(chosen.ids_TK, chosen.load_E)
         ctx.set_materialize_grads(False)
         return tuple(chosen)
@@ -116,13 +126,15 @@ class _Gate(torch.autograd.Function):
         x_TD, weight_ED, logits_TE, ids_TK = ctx.saved_tensors
         grads = (d_scores_TK, d_prob_E, d_squares)
         pieces = choose_backward_kernel(logits_TE, ids_TK, *grads, ctx.kind, x_TD.dtype)
-        d_x, d_weight = None, None
+        d_x, d_weight, d_bias = None, None, None
         if ctx.needs_input_grad[0]:
             d_x = pieces @ weight_ED.repeat(3, 1)
         if ctx.needs_input_grad[1]:
             parts_3ED = torch.mm(pieces.t(), x_TD, out_dtype=torch.float32).view(3, *weight_ED.shape)
             d_weight = weight_grad_of_parts(parts_3ED, weight_ED, ctx.place)
-        return d_x, d_weight, None, None, None
+        if ctx.needs_input_grad[5]:
+            d_bias = pieces.sum(0, dtype=WIDE[pieces.dtype]).view(3, -1).sum(0).to(ctx.bias_dtype)
+        return d_x, d_weight, None, None, None, d_bias
 
 
 def choose_kernel(logits_TE: torch.Tensor, bias_E: torch.Tensor, kind: GateKind) -> Chosen:

@@ -107,7 +107,7 @@ class Gate(nn.Module):
     def _plain(self) -> bool:
         """The best k of all experts, whatever the number of tokens, and no more."""
         config, stays = self.config, self.near_E is None or self.config.max_leaving >= 1
-        alone = config.num_groups <= 1 and self.dynamic is None and self.logit_bias is None
+        alone = config.num_groups <= 1 and self.dynamic is None
         return self.compiles and stays and alone and config.renormalise_eps <= TINY
 
     def _route_in_kernels(self, x_TD: torch.Tensor) -> Routing:
@@ -118,7 +118,7 @@ class Gate(nn.Module):
             renormalise=config.renormalise and config.kind != "switch",
             scale=config.scale,
         )
-        chosen = gate(x_TD, self.weight, self.bias_E, kind, place_of(self.weight))
+        chosen = gate(x_TD, self.weight, self.bias_E, kind, place_of(self.weight), self.logit_bias)
         return Routing(
             expert_ids_TK=chosen.ids_TK,
             scores_TK=chosen.scores_TK,
