@@ -1,6 +1,6 @@
 """Our experts inside a transformers model, against transformers' own, on one GPU.
 
-    .venv/bin/python bench/hf_experts.py [--preset 5b] [--steps 10] [--json F]
+    .venv/bin/python bench/hf_experts.py [--preset 5b] [--samples 4] [--steps 10] [--json F]
     .venv/bin/python bench/hf_experts.py --smoke              block and step alone, also without a GPU
 
 A Qwen3-MoE of the preset's shape, bf16, built by transformers without a download. Each way runs in a process
@@ -9,6 +9,7 @@ of its own:
     block      one layer's experts forward and backward, the router's choices given: milliseconds, median
     step       a training step of the whole model: loss, backward, clip, torch's fused AdamW
     compiled   the same under torch.compile
+    graphs     the same in its mode "reduce-overhead", which replays CUDA graphs: not a default
 
 The checks are `grouped_mm` over ours: above 1 we are faster.
 """
@@ -45,13 +46,16 @@ from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load
 
-WAYS, PARTS = ("grouped_mm", "moeclipse"), ("block", "step", "compiled")
+WAYS, PARTS = ("grouped_mm", "moeclipse"), ("block", "step", "compiled", "graphs")
+MODES = {"compiled": "default", "graphs": "reduce-overhead"}
+"""Of torch.compile."""
 
 
 def main() -> int:
     parser = BenchParser(__doc__, smoke={"preset": "tiny", "only": ["block", "step"], "steps": 1})
     parser.add_argument("--preset", default="5b")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=["block", "step", "compiled"])
+    parser.add_argument("--samples", type=int, default=0, help="a step; 0: a microbatch of the preset")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--one", nargs=2, help="part and way, in this process")
     given = parser.parse_args()
@@ -60,6 +64,8 @@ def main() -> int:
     if given.one:
         part, way = given.one
         config = with_values(load(preset=given.preset), FEW_TOKENS if given.smoke else {})
+        if given.samples:
+            config = with_values(config, {"data.batch_size": given.samples, "optim.accumulate": 1})
         print("\n" + json.dumps(one(config, part, way, given.steps, warm=1 if given.smoke else 4)))
         return 0
     rows, checks = [], {}
@@ -75,7 +81,7 @@ def main() -> int:
 
 def in_its_own_process(part: str, way: str, given: argparse.Namespace) -> dict[str, Any]:
     words = ["--one", part, way, "--preset", given.preset, "--steps", str(given.steps)]
-    words += ["--smoke"] if given.smoke else []
+    words += ["--smoke"] if given.smoke else ["--samples", str(given.samples)]
     done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
@@ -85,7 +91,7 @@ def one(config: TrainConfig, part: str, way: str, steps: int, warm: int) -> dict
     """In this process."""
     layers = 1 if part == "block" else config.model.num_layers
     model = made(config, way, layers)
-    run = block_of(model, config) if part == "block" else step_of(model, config, part == "compiled")
+    run = block_of(model, config) if part == "block" else step_of(model, config, MODES.get(part))
     last = [run() for _ in range(warm)][-1]
     begin_peak()
     times = []
@@ -135,8 +141,9 @@ def block_of(model: Any, config: TrainConfig) -> Callable[[], float]:
     return run
 
 
-def step_of(model: Any, config: TrainConfig, compiled: bool) -> Callable[[], float]:
-    call = torch.compile(model) if compiled else model
+def step_of(model: Any, config: TrainConfig, mode: str | None) -> Callable[[], float]:
+    """`mode`: of torch.compile; None: eagerly."""
+    call = model if mode is None else torch.compile(model, mode=mode)
     adam = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, betas=(0.9, 0.95), fused=True)
     samples = config.data.batch_size // config.optim.accumulate
 
