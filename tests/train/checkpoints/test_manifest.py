@@ -24,7 +24,8 @@ from moeclipse.train.checkpoints.manifest import encode_manifest
 
 ONE = OneRank()
 OLD, NEW = "step-00000010", "step-00000020"
-FILES = ["index.json", "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+MANIFEST = "manifest.json"
+FILES = ["index.json", MANIFEST, "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +67,10 @@ def test_a_flipped_bit_in_every_byte(folder: Path, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", FILES)
-def test_every_flipped_bit(folder: Path, name: str) -> None:
-    size = (folder / NEW / name).stat().st_size
-    assert_flips_are_found(folder, name, ((place, 1 << bit) for place in range(size) for bit in range(8)))
+def test_every_flipped_bit_of_the_manifest(folder: Path) -> None:
+    """It is read as it stands; of the others hashes are compared first, to which any bit of a byte is one."""
+    size = (folder / NEW / MANIFEST).stat().st_size
+    assert_flips_are_found(folder, MANIFEST, ((place, 1 << bit) for place in range(size) for bit in range(8)))
 
 
 def assert_flips_are_found(folder: Path, name: str, flips: Iterable[tuple[int, int]]) -> None:
@@ -94,7 +95,7 @@ def test_a_truncated_file(folder: Path, name: str, keep: int) -> None:
     os.truncate(path, keep if keep >= 0 else size - 1)
     text = falls_back(folder)
     assert text.startswith(f"{NEW}: {name} ")
-    assert "truncated" in text or (name == "manifest.json" and "changed" in text)
+    assert "truncated" in text or (name == MANIFEST and "changed" in text)
     with pytest.raises(
         CheckpointError, match=rf"checkpoint .*{NEW} cannot be loaded: {name} .*newest whole one"
     ):
