@@ -189,16 +189,14 @@ def test_one_projection_of_latent_attention_and_full_queries(tmp_path: Path) -> 
     same_tensors(tmp_path / "out" / WEIGHTS, tmp_path / "adapter" / WEIGHTS, 0)
 
 
-@pytest.mark.parametrize("as_kernels", [False, True])
 @pytest.mark.parametrize(("projection", "rslora"), [("up", False), ("down", True)])
-def test_one_projection_of_experts_and_its_scale(
-    tmp_path: Path, projection: str, rslora: bool, as_kernels: bool
-) -> None:
+def test_one_projection_of_experts_and_its_scale(tmp_path: Path, projection: str, rslora: bool) -> None:
     parameters = [name for name in PARAMETERS if projection in name]
     run_alone(write, tmp_path, parameters, rslora)
     values = {"lora.targets": (*"qkvo", projection), "lora.rslora": rslora}
     config = configuration(tmp_path, **values)
-    compare(tmp_path, config, [run_alone(gradients, config, as_kernels)])
+    for as_kernels in (False, True):
+        compare(tmp_path, config, [run_alone(gradients, config, as_kernels)])
     other = with_values(config, {"lora.rslora": not rslora}).lora
     with pytest.raises(CheckpointError, match=r"set lora\.rslora to it"):
         read_adapter(tmp_path / "adapter", config.model, config.moe, other)
@@ -275,17 +273,15 @@ def beside(family: Family) -> str:
     return names[2] if told else names[whole.model.attention == "mla"]
 
 
-@pytest.mark.parametrize("as_kernels", [False, True])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
-def test_files_gradients_and_merged_weights_of_every_family(
-    tmp_path: Path, family: Family, as_kernels: bool
-) -> None:
+def test_files_gradients_and_merged_weights_of_every_family(tmp_path: Path, family: Family) -> None:
     parameters = [f"{family.names.experts_module}.{name}" for name in ("gate_up_proj", "down_proj")]
     modules = [*BESIDE[beside(family)]]
     run_alone(write, tmp_path, parameters, False, family.model_type, modules)
     values = {} if modules else {"lora.targets": ("experts",)}
     config, run = configuration(tmp_path, **values), str(tmp_path / "run")
-    compare(tmp_path, config, [run_alone(gradients, config, as_kernels)], family.names)
+    for as_kernels in (False, True):
+        compare(tmp_path, config, [run_alone(gradients, config, as_kernels)], family.names)
     run_alone(saved, config, run)
     assert main(["convert", run, str(tmp_path / "out"), "--adapter"]) == 0
     same_tensors(tmp_path / "out" / WEIGHTS, tmp_path / "adapter" / WEIGHTS, 0)
@@ -305,12 +301,18 @@ def test_the_page_says_what_of_each_family_has_adapters() -> None:
     assert {name: set(re.findall(r"`(\w+)`", cell)) for name, cell in rows.items()} == told
 
 
+@pytest.fixture(scope="module")
+def behind_a_gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gate")
+    run_alone(write, path, PARAMETERS, False, "afmoe")
+    return path
+
+
 @pytest.mark.parametrize("layout", ["ep2", "tp2-sequence", "pp2"])
-def test_gradients_beside_attention_behind_a_gate(tmp_path: Path, layout: str) -> None:
-    run_alone(write, tmp_path, PARAMETERS, False, "afmoe")
+def test_gradients_beside_attention_behind_a_gate(behind_a_gate: Path, layout: str) -> None:
     num_ranks, axes, values = LAYOUTS[layout]
-    config = configuration(tmp_path, **values)
-    compare(tmp_path, config, run_ranks(num_ranks, gradients, config, **axes))
+    config = configuration(behind_a_gate, **values)
+    compare(behind_a_gate, config, run_ranks(num_ranks, gradients, config, **axes))
 
 
 def same_tensors(path: Path, other: Path, bound: float, words: tuple[tuple[str, str], ...] = ()) -> None:
