@@ -82,7 +82,7 @@ def start(folder: Path, *words: object, python: tuple[str, ...] = ()) -> subproc
     )
 
 
-def ended(run: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[int, str, str]:
+def ended(run: subprocess.Popen[str], timeout_s: float = 900.0) -> tuple[int, str, str]:
     try:
         out, err = run.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

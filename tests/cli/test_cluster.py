@@ -94,7 +94,7 @@ def test_two_hosts_train_like_one_process(tmp_path: Path, hosts: list[Host]) -> 
         )
         nodes.append(node)
     try:
-        outputs = [node.communicate(timeout=120)[0] for node in nodes]
+        outputs = [node.communicate(timeout=900)[0] for node in nodes]
     finally:
         for node in nodes:
             node.terminate()  # torchrun ends its ranks on SIGTERM
@@ -109,7 +109,7 @@ def test_two_hosts_train_like_one_process(tmp_path: Path, hosts: list[Host]) -> 
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert alone.returncode == 0, alone.stderr
     one, two = losses(tmp_path / "runs" / "one"), losses(tmp_path / "runs" / "two")

@@ -68,7 +68,7 @@ def end(agent: subprocess.Popen[str], host: Host) -> str:
     for pid in pids.stdout.split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    return agent.communicate(timeout=60)[0]
+    return agent.communicate(timeout=600)[0]
 
 
 @pytest.mark.root

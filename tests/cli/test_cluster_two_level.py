@@ -91,7 +91,7 @@ def test_a_layer_on_two_hosts_in_two_levels(tmp_path: Path, hosts: list[Host]) -
         )
         nodes.append(node)
     try:
-        outputs = [node.communicate(timeout=90)[0] for node in nodes]
+        outputs = [node.communicate(timeout=900)[0] for node in nodes]
     finally:
         for node in nodes:
             with contextlib.suppress(ProcessLookupError):

@@ -11,7 +11,7 @@ SHM = Path("/dev/shm")
 def left_over() -> list[str]:
     """Names that stay. Other runs on this machine have theirs for a moment, while they open memory."""
     names = {path.name for path in SHM.glob("moeclipse-*")}
-    until = time.monotonic() + 2
+    until = time.monotonic() + 30
     while names and time.monotonic() < until:
         time.sleep(0.02)
         names &= {path.name for path in SHM.glob("moeclipse-*")}

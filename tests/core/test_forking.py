@@ -45,7 +45,7 @@ def in_a_fresh_process(program: str) -> str:
     """What it prints, in an environment that does not bound threads."""
     environment = {name: value for name, value in os.environ.items() if name not in ONE_THREAD}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -68,7 +68,7 @@ def on_a_small_disk(tmp_path: Path, how: str) -> str:
     if tried.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {tried.stderr.strip()}")
     command = f"{mount} && exec {sys.executable} {script} {tmp_path} {disk} {how}"
-    done = subprocess.run([*unshare, "sh", "-c", command], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*unshare, "sh", "-c", command], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

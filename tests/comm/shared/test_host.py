@@ -185,7 +185,7 @@ def waits(mesh: Mesh, how: str, folder: Path) -> str:
                 os._exit(3)
             if how == "fails":
                 mesh.watch.publish("ValueError: the disk of rank 1 is full")
-            until = time.monotonic() + 60
+            until = time.monotonic() + 600
             while not (folder / "told").exists() and time.monotonic() < until:
                 time.sleep(0.01)
             return ""

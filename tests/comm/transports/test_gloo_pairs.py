@@ -162,7 +162,7 @@ def threads_left(mesh: Mesh) -> tuple[int, int]:
     while_used = threading.active_count() - before
     mesh._kept.clear()
     gc.collect()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)
     return while_used, threading.active_count() - before

@@ -68,7 +68,7 @@ def test_a_disk_without_room_for_it_is_told_and_ends_no_process(tmp_path: Path) 
         SMALL_DISK,
         str(tmp_path),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr
 
 
