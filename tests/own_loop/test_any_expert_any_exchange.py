@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -68,12 +69,18 @@ def joined(results: list[dict[str, torch.Tensor]], kind: str) -> dict[str, torch
     return found
 
 
+@cache
+def calls_alone(kind: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = run_alone(calls, kind, {})
+    return found
+
+
 @pytest.mark.parametrize(
     ("kind", "exchange"), often(product(KINDS, EXCHANGES), ("modules", "smart shadow"), ("joint", "smart"))
 )
 def test_forty_calls(kind: str, exchange: str) -> None:
     if kind == "joint" and "shadow" in exchange:
         pytest.skip("one module for all experts cannot shadow one: refused when the layer is made")
-    expected = run_alone(calls, kind, {})
+    expected = calls_alone(kind)
     results = run_ranks(RANKS, calls, kind, EXCHANGES[exchange], deadline_s=120)
     assert_alike(joined(results, kind), expected)
