@@ -63,8 +63,13 @@ class LongPart:
         return gone + empty
 
 
-SPREAD = ("tests/combinations/test_combinations.py",)
-"""Files of many cases that share nothing: each case goes to a shard of its own."""
+SPREAD = (
+    "tests/combinations/test_combinations.py",
+    "tests/hf/test_parity.py",
+    "tests/ops/triton/test_compiles.py",
+    "tests/test_benches.py",
+)
+"""Files of many dear cases that share nothing: each case goes to a shard of its own."""
 
 
 class Shard:
