@@ -63,10 +63,10 @@ def test_it_equals_torch_whatever_fits_into_a_slot(num_ranks: int, slot_bytes: i
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_ranks", range(2, 9))
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
 def test_storms(num_ranks: int) -> None:
-    for seed in range(6):
-        run_ranks(num_ranks, storm, (64, 1000, 1 << 16)[seed % 3], 1 + seed % 4, seed, deadline_s=300)
+    for slots, slot_bytes in ((1, 64), (2, 1000), (3, 1 << 16), (4, 64)):
+        run_ranks(num_ranks, storm, slot_bytes, slots, 10 * num_ranks + slots, deadline_s=300)
 
 
 def one_pair(mesh: Mesh) -> list[float]:

@@ -1,6 +1,8 @@
 """Compiles the matrix kernels in every form for every architecture, none of which need be there.
 
-    python compiled_forms.py sm_80 gfx942      architectures; --short: the three kernels with most of the work
+    python compiled_forms.py sm_80 gfx942      architectures
+
+--short: the three kernels with most of the work; --few: adapters of the least and the greatest rank alone.
 
 Run by `test_compiles.py`. Prints one line for each kernel: architecture, kernel, bytes of shared memory, what
 the model says of them, registers of a thread, bytes (AMD: registers) that were spilled. Triton's own compiler
@@ -134,7 +136,7 @@ def wgrad(tile: Tile, on: Architecture, gather: str, *, add: bool) -> Any:
     return compiled(grouped_wgrad, types, flags, tile, on)
 
 
-def every_kernel(on: Architecture, *, short: bool) -> Iterator[tuple[str, Tile, Any]]:
+def every_kernel(on: Architecture, *, short: bool, few: bool) -> Iterator[tuple[str, Tile, Any]]:
     """(line, tile, what was compiled)."""
     table = TABLES[on.table]
 
@@ -163,7 +165,7 @@ def every_kernel(on: Architecture, *, short: bool) -> Iterator[tuple[str, Tile, 
             )
     narrow = replace(tile_of("wgrad_narrow"), n=64)
     yield "wgrad_narrow", narrow, wgrad(narrow, on, "none", add=True)
-    for rank in (16, 64, 128, 256):
+    for rank in (16, 256) if few else (16, 64, 128, 256):
         tile = tile_of("up and adapter")
         yield f"up and adapter, rank {rank}", tile, up(tile, on, rank, gather=False)
         for kernel, transposed in (("down", True), ("d_hidden", False)):
@@ -179,6 +181,6 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     for name in (word for word in words if word in ARCHITECTURES):
         on = ARCHITECTURES[name]
-        for line, tile, built in every_kernel(on, short="--short" in words):
+        for line, tile, built in every_kernel(on, short="--short" in words, few="--few" in words):
             took = (built.metadata.shared, shared_memory(line, tile, on), *usage(built))
             print("\t".join([name, line, *map(str, took)]), flush=True)

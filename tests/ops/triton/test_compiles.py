@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moeclipse.ops.architecture import ARCHITECTURES
+from moeclipse.ops.tuning import TABLES
 
 
 def lines(script: str, *words: str) -> list[list[str]]:
@@ -49,12 +50,27 @@ def test_the_kernels_that_work_most_compile_without_the_copy_engine() -> None:
     check_limits("sm_89", found)
 
 
+ALL_RANKS = ("sm_89", "sm_90")
+"""One of each form, pointers and descriptors, is compiled with adapters of every rank. Elsewhere those of the
+least and of the greatest rank say enough: what a rank takes grows with it."""
+ANOTHER_S = ("sm_86",)
+"""It has the tiles, the instructions and the memory of sm_89."""
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_kernel_compiles_for_every_architecture(name: str) -> None:
-    found = lines("compiled_forms.py", name)
-    assert len(found) == 35
+    how = "--short" if name in ANOTHER_S else "" if name in ALL_RANKS else "--few"
+    found = lines("compiled_forms.py", name, how)
+    assert len(found) == {"--short": 3, "": 35, "--few": 25}[how]
     check_limits(name, found)
+
+
+def test_which_kernels_stand_for_others() -> None:
+    other, one = (ARCHITECTURES[name] for name in (*ANOTHER_S, "sm_89"))
+    assert TABLES[other.table] == TABLES[one.table]
+    assert (other.form, other.shared, other.registers) == (one.form, one.shared, one.registers)
+    assert {ARCHITECTURES[name].form for name in ALL_RANKS} == {"pointer", "descriptor"}
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ TABLES = {
     "ragged": (5, ((0, 1, 2), (0, 3), (4, 0, -1), (0,))),
     "few": (2, ((1,), (0, 1), (), (0,))),
 }
-STEPS = 50
+STEPS = 20
 WIDE = {"moe.d_ff": 192}
 """Experts of several grains: replicas own parts of them."""
 
@@ -64,14 +65,14 @@ def test_owners_are_spread_over_all_that_hold_a_layer(dp: int, mirrored: bool, c
 def test_gradients_of_replicas_are_summed_to_the_owner(table: str, schedule: str, corpus: str) -> None:  # noqa: F811
     num_experts, slots = TABLES[table]
     common = {"moe.num_experts": num_experts, "gate.top_k": 2, **WIDE}
-    expected = join([run_alone(gradients, configure(corpus, **common))])
+    expected = gradients_alone(configure(corpus, **common))
     smart = {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2} if schedule == "smart" else {}
     results = run_ranks(4, gradients, configure(corpus, **common, **smart, **{"placement.slots": slots}))
     compare(join(results), expected)
 
 
 def test_gradients_of_replicas_in_copies(corpus: str) -> None:  # noqa: F811
-    expected = join([run_alone(gradients, configure(corpus, **WIDE))])
+    expected = gradients_alone(configure(corpus, **WIDE))
     slots = ((0, 1, 2, 4), (3, 1, 0))
     results = run_ranks(4, gradients, configure(corpus, **WIDE, **{"placement.slots": slots}), dp=2)
     compare(join(results), expected)
@@ -80,7 +81,7 @@ def test_gradients_of_replicas_in_copies(corpus: str) -> None:  # noqa: F811
 @pytest.mark.parametrize("expert_tp", ["folded", "sharded"])
 def test_gradients_of_replicas_with_tp(expert_tp: str, corpus: str) -> None:  # noqa: F811
     common = {"model.num_kv_heads": 2, "moe.expert_tp": expert_tp, **WIDE}
-    expected = join([run_alone(gradients, configure(corpus, **common))])
+    expected = gradients_alone(configure(corpus, **common))
     slots: Any = ((0, 1, 2, 4), (3, 1, 0)) if expert_tp == "sharded" else ((0, 3), (1, 2), (4, 2), (0, 1))
     config = configure(corpus, **common, **{"placement.slots": slots})
     compare(join_slabs(run_ranks(4, gradients, config, tp=2)), expected)
@@ -118,6 +119,17 @@ def trained(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list, list[flo
     return pieces, losses, learner.placement.plans_taken
 
 
+@cache
+def trained_alone(config: TrainConfig, steps: int) -> tuple[list, list[float], int]:
+    found: tuple[list, list[float], int] = run_alone(trained, config, steps)
+    return found
+
+
+@cache
+def gradients_alone(config: TrainConfig) -> dict[str, torch.Tensor]:
+    return join([run_alone(gradients, config)])
+
+
 RANDOM = {
     **WIDE,
     "placement.planner": "random",
@@ -132,7 +144,7 @@ def same_as_without(corpus: str, steps: int, layout: dict[str, int], **changes: 
     """Optimizer state and losses with random re-placements every 3 steps, and of one process."""
     ranks = layout["ranks"]
     plain = {k: value for k, value in changes.items() if not k.startswith(("placement.", "pipeline."))}
-    alone, expected, _ = run_alone(trained, configure(corpus, **WIDE, **plain), steps)
+    alone, expected, _ = trained_alone(configure(corpus, **WIDE, **plain), steps)
     config = configure(corpus, **{**RANDOM, **changes})
     axes = {"dp": layout.get("dp", 1), "tp": layout.get("tp", 1), "pp": layout.get("pp", 1)}
     results = run_ranks(ranks, trained, config, steps, **axes, deadline_s=600.0)
@@ -166,7 +178,7 @@ FULL_CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL_CASES)
-def test_fifty_steps_with_a_random_re_placement_every_three(case: str, corpus: str) -> None:  # noqa: F811
+def test_twenty_steps_with_a_random_re_placement_every_three(case: str, corpus: str) -> None:  # noqa: F811
     layout, changes = FULL_CASES[case]
     same_as_without(corpus, STEPS, layout, **changes)
 
