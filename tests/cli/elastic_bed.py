@@ -87,7 +87,7 @@ def ended(run: subprocess.Popen[str], timeout_s: float = 900.0) -> tuple[int, st
         out, err = run.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         run.terminate()
-        raise AssertionError(f"it did not end: {run.communicate(timeout=60)}") from None
+        raise AssertionError(f"it did not end: {run.communicate(timeout=900)}") from None
     return run.returncode, out, err
 
 

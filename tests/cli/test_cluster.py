@@ -99,7 +99,7 @@ def test_two_hosts_train_like_one_process(tmp_path: Path, hosts: list[Host]) -> 
         for node in nodes:
             node.terminate()  # torchrun ends its ranks on SIGTERM
         for node in nodes:
-            node.wait(timeout=60)
+            node.wait(timeout=900)
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
     assert sum("2 ranks (dp 1 x ep 2)" in output for output in outputs) == 1
 

@@ -141,7 +141,7 @@ def test_ctrl_c_ends_all_ranks_within_seconds_even_a_stuck_one(stuck: subprocess
     assert len(ranks_of(stuck.pid)) == 2
     begun = time.monotonic()
     os.kill(stuck.pid, signal.SIGINT)
-    _, err = stuck.communicate(timeout=60)
+    _, err = stuck.communicate(timeout=900)
     assert (stuck.returncode, err) == (130, "interrupted\n")
     assert time.monotonic() - begun < 25, "torch's agent alone would wait for half a minute"
     assert not ranks_of(stuck.pid)

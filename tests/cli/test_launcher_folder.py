@@ -39,7 +39,7 @@ def another_launcher() -> Iterator[Path]:
     process = context.Process(target=hold, args=(told,))
     process.start()
     try:
-        yield Path(told.get(timeout=20))  # one that opens a pipe of others waits for ever
+        yield Path(told.get(timeout=900))  # one that opens a pipe of others waits for ever
     finally:
         process.kill()
         process.join()
