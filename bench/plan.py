@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 from _smoke import BenchParser, machine, write
 
 from moeclipse.cost.cluster import cluster
-from moeclipse.plan.layouts import LADDER, Request, plan_of, search
+from moeclipse.plan.layouts import LADDER, plan_of, search
 from moeclipse.plan.published import QWEN3_30B, ROWS, V3
+from moeclipse.plan.question import Request
 from moeclipse.plan.step import Terms
 
 SEQUENCE = 4096

@@ -9,9 +9,10 @@ import pytest
 
 from moeclipse.cli.main import main
 from moeclipse.cli.plan import MEDIAN_ERROR, loses_by, seconds_text, split_flags, tokens_in, usual_tokens
-from moeclipse.plan.layouts import Plan
+from moeclipse.plan.layout import Layout
 from moeclipse.plan.published import ROWS
-from moeclipse.plan.step import Layout, StepTime
+from moeclipse.plan.question import Plan
+from moeclipse.plan.step import StepTime
 from moeclipse.train.presets import load
 
 BASE = [

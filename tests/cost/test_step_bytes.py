@@ -10,12 +10,22 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.sizes import ModelSizes, TrainedLayer
-from moeclipse.cost.step_bytes import APART, COMMUNICATORS, Again, Sharing, StateBytes, beside, kept_by
+from moeclipse.cost.step_bytes import (
+    APART,
+    AT_ONCE,
+    COMMUNICATORS,
+    Again,
+    Sharing,
+    StateBytes,
+    beside,
+    kept_by,
+)
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.lora_config import LoraConfig, is_adapter
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.buckets import TURNS
 from moeclipse.train.predict.model_sizes import sizes_of, sizes_of_run
 from moeclipse.train.step.recompute import kept_by as really_kept
 
@@ -155,3 +165,16 @@ def test_what_is_frozen_has_weights_alone() -> None:
     more = beside(packed, Sharing(), 100, 2, program=False, head=False)
     more -= beside(model, Sharing(), 100, 2, program=False, head=False)
     assert more == 2 * 8 * 64 * 96, "one buffer for the larger stack of decoded experts"
+
+
+def test_layers_one_by_one_have_the_gradients_of_two() -> None:
+    held = Sharing().held(SMALL, range(SMALL.num_layers), (True, True))
+    few = Sharing(by_layer=True).held(SMALL, range(SMALL.num_layers), (True, True))
+    assert held.summed == held.trained
+    assert AT_ONCE == TURNS, "of buffers in turns"
+    ends = 2 * SMALL.table_parameters
+    assert few.summed == pytest.approx(ends + AT_ONCE / SMALL.num_layers * (held.trained - ends))
+    assert few[:-1] == held[:-1]
+    assert StateBytes().of(SMALL, held) - StateBytes().of(SMALL, few) == pytest.approx(
+        4 * (held.summed - few.summed)
+    )

@@ -13,9 +13,9 @@ from moeclipse.cost.cluster import cluster
 from moeclipse.cost.layer_seconds import OURS, REST, UPDATE_BYTES, Seconds, Software, slower
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import TrainedLayer
+from moeclipse.plan.layout import Layout
 from moeclipse.plan.published import QWEN3_30B, QWEN3_235B, V3
 from moeclipse.plan.step import (
-    Layout,
     Prices,
     Step,
     StepTime,

@@ -28,14 +28,16 @@ from moeclipse.cli.words import read
 from moeclipse.core.config import flag_layer, to_toml
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.program import command
-from moeclipse.cost.cluster import cluster_at
-from moeclipse.plan.layouts import Plan, Request, SearchResult, search
+from moeclipse.cost.cluster import Cluster, cluster_at
+from moeclipse.plan.layouts import search
+from moeclipse.plan.question import Plan, Request, SearchResult
 from moeclipse.plan.step import Step, Terms
 from moeclipse.sim.trace import timeline
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.plan_config import (
     batch_for,
     config_for,
+    place_of,
     planned_config,
     rules_of,
     says_batch,
@@ -44,11 +46,8 @@ from moeclipse.train.predict.plan_config import (
 )
 
 SHOWN = 10
-COLUMNS = (
-    *("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB"),
-    *("bound by", "behind 1 by", "layout"),
-)
-IN_WORDS = COLUMNS[-3:]
+COLUMNS = ("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB", "host GiB")
+IN_WORDS = ("bound by", "behind 1 by", "layout")
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 GIB = 2.0**30
 NOTHING_FITS = 1
@@ -102,8 +101,10 @@ def main(argv: list[str]) -> int:
     console = terminal()
     check(options)
     refuse_unwritable({"--out": options.out, "--page": options.page})
-    config = config_for(options.source or options.model, flags)
-    request = request_of(options, config)
+    cluster = cluster_at(options.device)
+    on_cpu = cluster.device.name == "cpu"
+    config = config_for(options.source or options.model, flags, on_cpu=on_cpu)
+    request = request_of(options, config, cluster)
     sequence = request.terms.sequence
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("simulating layouts", total=None)
@@ -160,10 +161,10 @@ def check(options: PlanOptions) -> None:
         raise ConfigError("--out cannot go with --dtype fp8: a run computes in bf16")
 
 
-def request_of(options: PlanOptions, config: TrainConfig) -> Request:
-    from moeclipse.train.predict.model_sizes import (
-        sizes_of_run,
-    )  # needs torch, which mistakes before it do not
+def request_of(options: PlanOptions, config: TrainConfig, cluster: Cluster) -> Request:
+    import torch  # which mistakes before it do not need
+
+    from moeclipse.train.predict.model_sizes import sizes_of_run
 
     of_file = says_batch(options.source or options.model)
     sequence = options.seq_len or (config.data.seq_len if of_file else 4096)
@@ -175,17 +176,19 @@ def request_of(options: PlanOptions, config: TrainConfig) -> Request:
         batch = batch_for(usual_tokens(options.gpus), sequence, options.gpus)
     terms = Terms(
         model=sizes_of_run(config),
-        cluster=cluster_at(options.device),
+        cluster=cluster,
         sequence=sequence,
         dtype=options.dtype,
         imbalance=options.imbalance,
+        state=state_of(config, torch.float32 if cluster.device.name == "cpu" else torch.bfloat16),
+        place=place_of(config, cluster),
     )
     return Request(
         terms=terms,
         num_gpus=options.gpus,
         batch=batch,
-        state=state_of(config),
         imbalance=options.imbalance,
+        most_bytes=1e9 * config.memory.device_gb,
         refuse=rules_of(config, batch, sequence),
     )
 
@@ -204,8 +207,9 @@ def tokens_in(text: str) -> float:
 
 def title_of(request: Request, found: SearchResult) -> str:
     terms = request.terms
-    node = f"{terms.cluster.device.name}, {terms.cluster.gpus_per_node} a node"
-    what = f"{count(request.num_gpus, 'GPU')} ({node})"
+    name = terms.cluster.device.name
+    node = f"{name}, {terms.cluster.gpus_per_node} a node"
+    what = f"{count(request.num_gpus, 'rank' if name == 'cpu' else 'GPU')} ({node})"
     batch = f"{request.batch:,} x {terms.sequence:,} tokens a step"
     total = terms.model.parameters
     size = f"{total / 1e9:.1f} B parameters" if total >= 1e9 else f"{total / 1e6:.1f} M parameters"
@@ -223,6 +227,11 @@ def reading(request: Request, plans: tuple[Plan, ...]) -> list[str]:
         "exposed: communication that nothing hides; bubble: waiting for other stages; end: sums of gradients "
         f"and the update; peak: of the fullest rank, where {room}",
     ]
+    if any(plan.host_bytes for plan in plans):
+        lines.append(
+            "host: moments and master weights of a rank that lie in the host's memory, where each rank is "
+            f"taken to have {request.terms.place.host_room / GIB:.0f} GiB of it (--memory.host-gb)"
+        )
     near = sum(plan.time.seconds <= (1 + MEDIAN_ERROR) * best.time.seconds for plan in plans)
     if near > 1:
         lines.append(
@@ -258,7 +267,7 @@ def refusals(request: Request, config: TrainConfig, found: SearchResult) -> list
 
 def table_of(request: Request, plans: tuple[Plan, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in COLUMNS:
+    for name in (*COLUMNS, *IN_WORDS):
         table.add_column(name, justify="left" if name in IN_WORDS else "right", no_wrap=True)
     for row in rows_of(request, plans):
         table.add_row(*row)
@@ -278,6 +287,7 @@ def rows_of(request: Request, plans: tuple[Plan, ...]) -> list[list[str]]:
                 f"{time.exposed / time.seconds:.1%}",
                 f"{time.bubble / time.seconds:.1%}",
                 f"{plan.peak / GIB:.1f}",
+                f"{plan.host_bytes / GIB:.1f}" if plan.host_bytes else "",
                 time.bound,
                 "" if number == 1 else loses_by(plans[0], plan),
                 plan.layout.title,
@@ -297,8 +307,8 @@ def page_of(request: Request, found: SearchResult, number: int) -> PlanPage:
     return PlanPage(
         title=f"{title_of(request, found)}. Layers of each stage: {', '.join(map(str, plan.stages))}",
         chosen=layout.title,
-        cards=list(zip(COLUMNS[1:8], row[1:8], strict=True)),
-        columns=COLUMNS,
+        cards=[card for card in zip((*COLUMNS, *IN_WORDS)[1:9], row[1:9], strict=True) if card[1]],
+        columns=(*COLUMNS, *IN_WORDS),
         rows=rows_of(request, plans),
         number=number,
         parts=parts_of(request, step),
@@ -331,7 +341,7 @@ def mfu(request: Request, plan: Plan) -> float:
 
 def loses_by(best: Plan, other: Plan) -> str:
     """What a plan takes more of than the best one."""
-    names = ("compute", "exposed", "bubble", "end")
+    names = ("compute", "exposed", "bubble", "end", "copies")
     more = {name: getattr(other.time, name) - getattr(best.time, name) for name in names}
     name = max(more, key=lambda each: more[each])
     return f"{seconds_text(more[name])} {name}"
@@ -347,6 +357,7 @@ def explain(console: Console, request: Request, best: Plan, plan: Plan, width: i
     console.print(
         f"step {seconds_text(time.seconds)} = compute {seconds_text(time.compute)} + exposed "
         f"{seconds_text(time.exposed)} + bubble {seconds_text(time.bubble)} + end {seconds_text(time.end)}"
+        + (f" + copies of state {seconds_text(time.copies)}" if layout.host else "")
     )
     if plan is not best:
         console.print(f"behind the best by {loses_by(best, plan)}")

@@ -165,7 +165,8 @@ def taken(
         values = values or (["true"] if is_switch(flag.kind) else [bare[name]] if name in bare else [])
         if not values and not flag.many:
             problems.append(f"{flag.text} needs {flag.wants} behind it")
-        given[name] = [*given.get(name, ()), *values] if flag.many else values or ["true"]
+            continue
+        given[name] = [*given.get(name, ()), *values] if flag.many else values
     return given, problems
 
 

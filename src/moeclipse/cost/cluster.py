@@ -24,7 +24,10 @@ from moeclipse.core.toml import read_toml
 from moeclipse.cost.hardware import Device, Link, device, link
 from moeclipse.cost.kernels import MEASURED_ON_HOPPER, ON_CPU, KernelConstants
 
-TABLE_KEYS = ("device", "gpus_per_node", "near", "far", "host", "comm_processors", "measured", "kernels")
+TABLE_KEYS = (
+    *("device", "gpus_per_node", "near", "far", "host", "host_memory", "comm_processors"),
+    *("measured", "kernels"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ class Cluster:
     comm_processors: int = 20
     """Processors that an exchange takes from the products beside it (20 of 132: DeepSeek-V3, on H800)."""
     constants: KernelConstants = MEASURED_ON_HOPPER
+    host_memory: float = 240e9
+    """Bytes that the state of one device may take; assumed: of 2 TB beside eight."""
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
@@ -155,7 +160,7 @@ CLUSTERS: dict[str, Cluster] = {
     "b200": _cluster("b200", "nvlink5", "infiniband"),
     "gb200": _cluster("gb200", "nvlink5", "infiniband", 72),
     "mi300x": _cluster("mi300x", "infinity-fabric", "infiniband", processors=32),
-    "cpu": replace(_cluster("cpu", "loopback", "loopback", 2, 0), constants=ON_CPU),
+    "cpu": replace(_cluster("cpu", "loopback", "loopback", 2, 0), constants=ON_CPU, host_memory=0.0),
 }
 """By the name of their device, as they are usually sold: eight in a node, or the 72 of an NVL72."""
 
@@ -168,7 +173,12 @@ def cluster(name: str) -> Cluster:
 
 def cluster_at(source: str) -> Cluster:
     """By the name of its device, or from a TOML file."""
-    return cluster_from(read_toml(source), source) if source.endswith(".toml") else cluster(source)
+    if source.endswith(".toml"):
+        return cluster_from(read_toml(source), source)
+    try:
+        return cluster(source)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or give a TOML file, which moeclipse measure -o FILE writes") from None
 
 
 def cluster_from(data: Mapping[str, Any], source: str) -> Cluster:
@@ -177,6 +187,7 @@ def cluster_from(data: Mapping[str, Any], source: str) -> Cluster:
     device = "h100"
     gpus_per_node = 4
     far = { bandwidth = 25e9, latency = 5e-6, efficiency = 0.9 }
+    host_memory = 100e9           # that optimizer state of one device may take
     [measured]                    # of the device itself
     efficiency = 0.71
     [kernels]                     # what kernels reach (`cost/kernels.KernelConstants`)
@@ -192,6 +203,11 @@ def cluster_from(data: Mapping[str, Any], source: str) -> Cluster:
     for key in ("gpus_per_node", "comm_processors"):
         if key in data:
             changes[key] = _whole(data[key], f"{source}: {key}")
+    if "host_memory" in data:
+        size = data["host_memory"]
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
+            raise ConfigError(f"{source}: host_memory ({size!r}) must be a number of bytes, 0 or more")
+        changes["host_memory"] = float(size)
     for key in ("near", "far", "host"):
         if isinstance(data.get(key), str):
             changes[key] = link(data[key])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from moeclipse.cost.layer_seconds import UPDATE_BYTES
 from moeclipse.cost.sizes import ModelSizes, TrainedLayer
 
 Again = Literal["off", "attn", "mlp", "moe", "full"]
@@ -28,6 +29,8 @@ BY_AUTOGRAD, IN_PROGRAM = 2.0, 5.5
 """What backward in one layer takes, in what it keeps (`train/step/recompute_ranks`, seen on an H200)."""
 ALONE, APART = 0.95, 0.85
 """Of a device that may be taken: where ranks share experts, sizes that change leave holes."""
+AT_ONCE = 2
+"""Layers whose gradients are there together, where each layer is updated before the next has its own."""
 
 
 class Kept(NamedTuple):
@@ -108,11 +111,13 @@ class StateBytes:
     gradient: float = 4.0
     shard: float = 12.0
     """Master weight and both moments, on the rank that owns it."""
+    update: float = UPDATE_BYTES
+    """That an update reads and writes."""
 
     def of(self, model: ModelSizes, held: HeldParameters) -> float:
         experts, matrices = (bits / 8 or self.weight for bits in (model.expert_bits, model.dense_bits))
         weights = held.experts * experts + held.matrices * matrices + held.rest * self.weight
-        return weights + held.trained * self.gradient + held.owned * self.shard
+        return weights + held.summed * self.gradient + held.owned * self.shard
 
 
 class HeldParameters(NamedTuple):
@@ -127,6 +132,8 @@ class HeldParameters(NamedTuple):
     """Of all these, with a gradient ..."""
     owned: float
     """... and of these, in the rank's shard."""
+    summed: float
+    """Of those with a gradient, whose are there at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +147,8 @@ class Sharing:
     """Rows of the busiest rank, in mean ranks."""
     fused: bool = False
     """Experts are computed by our kernels: on GPUs."""
+    by_layer: bool = False
+    """One rank has all layers, and forgets the gradients of one before those of the next begin."""
 
     def held(self, model: ModelSizes, layers: range, tables: tuple[bool, bool]) -> HeldParameters:
         """`tables`: whether the rank has the embedding, and the head."""
@@ -153,16 +162,19 @@ class Sharing:
         matrices = sum(map(model.matrix_parameters, layers))
         rest = sum(map(model.dense_parameters, layers)) - matrices + sum(tables) * table
         rest += sum(dense for dense, _ in adapted)
-        trained = sum(map(model.trained_dense, layers))
-        trained += table * sum(map(all, zip(tables, model.trained_tables, strict=True)))
+        ends = table * sum(map(all, zip(tables, model.trained_tables, strict=True)))
+        trained = sum(map(model.trained_dense, layers)) + ends
         shared = sum(map(model.trained_experts, layers))
         beside = number * sum(expert for has, (_, expert) in zip(moe, adapted, strict=True) if has)
+        here = trained / self.tp + shared / ranks
+        part = min(AT_ONCE / model.num_layers, 1.0) if self.by_layer else 1.0
         return HeldParameters(
             experts=sum(moe) * number * model.expert_parameters / ranks,
             matrices=matrices / self.tp,
             rest=rest / self.tp + beside / ranks,
-            trained=trained / self.tp + shared / ranks,
+            trained=here,
             owned=(trained + shared) / (self.dp * ranks),
+            summed=here - (1 - part) * (here - ends / self.tp),
         )
 
     def layer(
@@ -218,11 +230,18 @@ def standing(
     program: bool,
 ) -> float:
     """All of a rank that has the stages `mine`, but for activations: its state, and what is beside it."""
-    last, total = len(stages) - 1, 0.0
-    for stage in mine:
-        ends = (stage == 0, stage == last and not (model.tied and 0 in mine))
-        total += state.of(model, sharing.held(model, stages[stage], ends))
-    return total + beside(model, sharing, tokens, width, program=program, head=last in mine)
+    parts = held_of_stages(model, sharing, stages, mine)
+    total = sum(state.of(model, part) for part in parts)
+    return total + beside(model, sharing, tokens, width, program=program, head=len(stages) - 1 in mine)
+
+
+def held_of_stages(
+    model: ModelSizes, sharing: Sharing, stages: Sequence[range], mine: Sequence[int]
+) -> list[HeldParameters]:
+    """What a rank holds for each stage that it has."""
+    last = len(stages) - 1
+    ends = {stage: (stage == 0, stage == last and not (model.tied and 0 in mine)) for stage in mine}
+    return [sharing.held(model, stages[stage], ends[stage]) for stage in mine]
 
 
 def beside(

@@ -13,7 +13,8 @@ from moeclipse.cost.cluster import ExpertChoice, cluster
 from moeclipse.cost.kernels import Type
 from moeclipse.cost.layer_seconds import Software
 from moeclipse.cost.sizes import ModelSizes
-from moeclipse.plan.step import Layout, Step, Terms
+from moeclipse.plan.layout import Layout
+from moeclipse.plan.step import Step, Terms
 
 MEGATRON = Software(
     name="Megatron",

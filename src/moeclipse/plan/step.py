@@ -5,6 +5,7 @@
                that the template puts there (`schedule/templates`), and the longer of the two counts
     schedule   the actions as the schedule orders them, on the simulator, at two numbers of microbatches
     end        gradients summed, weights updated and gathered
+    copies     state that lies on the host travels to each update and back (`plan/state_place`)
 
 What a program of a whole step would show layer by layer is inside the prices: a plan takes milliseconds.
 Stages whose host cannot launch as fast as the device computes take the host's time.
@@ -13,65 +14,28 @@ Stages whose host cannot launch as fast as the device computes take the host's t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import Cluster
 from moeclipse.cost.kernels import Type
-from moeclipse.cost.layer_seconds import OURS, UPDATE_BYTES, MicrobatchWork, Seconds, Software, slower
+from moeclipse.cost.layer_seconds import OURS, MicrobatchWork, Seconds, Software, slower
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import ModelSizes
+from moeclipse.cost.step_bytes import StateBytes
+from moeclipse.plan.layout import Layout
+from moeclipse.plan.state_place import StatePlace
 from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.op import Op, Program
-from moeclipse.schedule.shape import Recompute
 from moeclipse.sim.engine import Simulation, simulate
 
 FEW, MORE = 2, 3
 """Microbatches, in ranks of the pipeline, at which a schedule is simulated; then it repeats itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Axes, schedule and microbatches of one step."""
-
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    tp: int = 1
-    schedule: str = "1f1b"
-    stages_per_rank: int = 1
-    microbatches: int = 1
-    samples: int = 1
-    """Sequences of a microbatch, of one data index."""
-    recompute: Recompute = "off"
-    overlap: Literal["off", "pair"] = "off"
-
-    @property
-    def num_ranks(self) -> int:
-        return self.pp * self.dp * self.ep * self.tp
-
-    @property
-    def num_stages(self) -> int:
-        """Of one copy of the model."""
-        return self.pp * self.stages_per_rank // self.copies
-
-    @property
-    def copies(self) -> int:
-        """Of the model: DualPipe keeps two."""
-        return 2 if self.schedule == "dualpipe" else 1
-
-    @property
-    def title(self) -> str:
-        axes = " ".join(f"{axis}{getattr(self, axis)}" for axis in ("pp", "dp", "ep", "tp"))
-        name = f", {self.schedule}" if self.pp > 1 or self.overlap != "off" else ""
-        stages = f" x {self.stages_per_rank}" if self.schedule.startswith("vpp") else ""
-        return f"{axes}{name}{stages}, {self.microbatches} x {self.samples}, recompute {self.recompute}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +49,14 @@ class StepTime:
     """What it waits for others."""
     end: float
     """Sums, update and gathers behind the last microbatch."""
+    copies: float = 0.0
+    """Of state between the host's memory and the device, as far as nothing hides them."""
 
     @property
     def bound(self) -> str:
         """What takes most, compute apart, where it takes a tenth of the step."""
         rest = {"exchange and host": self.exposed, "bubble": self.bubble, "end of step": self.end}
+        rest["copies of state"] = self.copies
         name = max(rest, key=lambda each: rest[each])
         return name if rest[name] > 0.1 * self.seconds else "compute"
 
@@ -121,6 +88,13 @@ class Terms:
     dtype: Type = "bf16"
     software: Software = OURS
     imbalance: float = 1.0
+    state: StateBytes = field(default_factory=StateBytes)
+    place: StatePlace = field(default_factory=StatePlace)
+
+    @property
+    def value_bytes(self) -> float:
+        """Of an activation."""
+        return 4.0 if self.cluster.device.name == "cpu" else 2.0
 
 
 class Step:
@@ -258,8 +232,10 @@ class Step:
             for number, weight in zip(numbers, weights, strict=True)
         )
         makespan, compute, exposed = np.asarray(found).tolist()
+        copies = self.copies(makespan + end)
         return StepTime(
-            seconds=makespan + end,
+            seconds=makespan + end + copies,
+            copies=copies,
             compute=compute,
             exposed=exposed,
             bubble=max(makespan - compute - exposed, 0.0),
@@ -283,7 +259,9 @@ class Step:
         return simulate(verify(program), Costs(seconds={}, wire=wire), self.durations(program)[0])
 
     def program(self, microbatches: int) -> Program:
-        return build(self.layout.schedule, self.layout.pp, microbatches, self.layout.stages_per_rank)
+        layout = self.layout
+        each = layout.stages_per_rank
+        return build(layout.schedule, layout.pp, microbatches, each, budget=layout.budget)
 
     def durations(self, program: Program) -> tuple[list[list[float]], list[list[float]]]:
         """(seconds, compute in them) of every action, rank by rank."""
@@ -320,28 +298,49 @@ class Step:
         return self.stage_prices[op.stage % len(self.stages)]
 
     def end(self) -> float:
-        """Gradients summed in fp32, as far as backward of one microbatch does not hide it; update; gather."""
-        layout, model, cluster = self.layout, self.model, self.cluster
+        """Gradients summed, as far as backward of one microbatch does not hide it; update; gather."""
+        layout, cluster, state = self.layout, self.cluster, self.terms.state
         longest, first = 0.0, 0
         for number, count in enumerate(self.stages):
-            held = range(first, first + count)
+            dense, experts = self._trained(number, range(first, first + count))
             first += count
-            dense = sum(map(model.trained_dense, held)) / layout.tp
-            ends = (number == 0, number == len(self.stages) - 1)
-            tables = sum(map(all, zip(ends, model.trained_tables, strict=True)))
-            dense += tables * model.table_parameters / layout.tp
-            owners = layout.ep * layout.tp
-            experts = sum(map(model.trained_experts, held)) / owners
             replicas = layout.dp * layout.copies  # two copies share parameters as data parallelism does
             everyone = replicas * layout.ep
-            summed = cluster.collective(4.0 * dense, everyone, layout.tp)
-            summed += cluster.collective(4.0 * experts, replicas, owners)
-            owned = dense / everyone + experts / replicas
-            update = self.work.kernels.stream(UPDATE_BYTES * owned)
-            gathered = summed / 2
+            summed = cluster.collective(state.gradient * dense, everyone, layout.tp)
+            summed += cluster.collective(state.gradient * experts, replicas, layout.ep * layout.tp)
+            update = self.work.kernels.stream(state.update * (dense / everyone + experts / replicas))
+            gathered = summed * state.weight / state.gradient
             hidden = self.stage_prices[number].compute_B
             longest = max(longest, max(summed - hidden, 0.0) + update + gathered)
         return longest * layout.stages_per_rank
+
+    def _trained(self, number: int, held: range) -> tuple[float, float]:
+        """Parameters of a stage on a rank, (dense, of experts)."""
+        layout, model = self.layout, self.model
+        ends = (number == 0, number == len(self.stages) - 1)
+        tables = sum(map(all, zip(ends, model.trained_tables, strict=True)))
+        dense = sum(map(model.trained_dense, held)) + tables * model.table_parameters
+        return dense / layout.tp, sum(map(model.trained_experts, held)) / (layout.ep * layout.tp)
+
+    def copies(self, rest: float) -> float:
+        """Of state that travels, what nothing hides; all else takes `rest`, and a step is no shorter than
+        the way."""
+        layout, place = self.layout, self.terms.place
+        if not layout.host:
+            return 0.0
+        seconds, first = [], 0
+        for number, count in enumerate(self.stages):
+            dense, experts = self._trained(number, range(first, first + count))
+            first += count
+            owned = dense / (layout.dp * layout.ep) + experts / layout.dp
+            update = self.work.kernels.stream(self.terms.state.update * owned)
+            seconds.append((self.cluster.host.seconds(layout.host * place.each * owned), update))
+        way, update = (layout.stages_per_rank * each for each in max(seconds))
+        if place.by_layer and layout.num_ranks == 1:  # the last backward, or all of it layer by layer
+            times = layout.microbatches if layout.schedule == "layers" else 1
+            update += times * sum(each.B for each in self.stage_prices)
+        ring = self.cluster.host.seconds(place.ring(self.model, layout.num_ranks // layout.pp))
+        return max(place.left(way, ring, update), way - rest)
 
 
 def even_stages(seconds: Sequence[float], head: float, num_stages: int) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from moeclipse.cli.simulate_run import bytes_of
 from moeclipse.core.config import with_values
 from moeclipse.cost.cluster import cluster
 from moeclipse.cost.hardware import Link, device
+from moeclipse.plan.layout import Layout
 from moeclipse.plan.layouts import Request, plan_of
-from moeclipse.plan.step import Layout, Terms
+from moeclipse.plan.step import Terms
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
@@ -62,8 +63,8 @@ def test_a_plan_and_the_program_of_its_run_agree(name: str) -> None:
     config = with_values(config_for("qwen3-30b-a3b"), {"model.num_layers": 16})
     batch = layout.microbatches * layout.dp * layout.ep
     sizes = sizes_of(config.model, config.moe, config.gate)
-    terms = Terms(model=sizes, cluster=machine, sequence=sequence, imbalance=1.1)
-    request = Request(terms=terms, num_gpus=layout.num_ranks, batch=batch, state=state_of(config))
+    terms = Terms(model=sizes, cluster=machine, sequence=sequence, imbalance=1.1, state=state_of(config))
+    request = Request(terms=terms, num_gpus=layout.num_ranks, batch=batch)
     plan = plan_of(request, layout)
     run = planned_config(config, plan, batch, sequence)
     axes = (layout.dp, layout.ep)

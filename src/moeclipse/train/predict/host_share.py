@@ -26,12 +26,12 @@ from moeclipse.cost.cluster import cluster
 from moeclipse.cost.hardware import LINKS, Device, Link, device
 from moeclipse.cost.step_bytes import ALONE, Again, Sharing, beside
 from moeclipse.model.flops import device_of
+from moeclipse.plan.state_place import StatePlace
 from moeclipse.schedule.kinds import TO_DEVICE, TO_HOST
-from moeclipse.schedule.state_travel import room_of
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.optim.buckets import TURNS, summed_type
+from moeclipse.train.optim.buckets import summed_type
 from moeclipse.train.predict.model_sizes import sizes_of, unpriced
 from moeclipse.train.predict.run_step import RunStep, StepPrices
 from moeclipse.train.predict.state_bytes import each_element
@@ -143,15 +143,12 @@ def state_and_rest(
     """Bytes on a rank at its peak: (optimizer state, all else). `fused`: our kernels compute the experts."""
     dp, ep, tp = axes
     sizes = sizes_of(config.model, config.moe, config.gate)
-    sharing = Sharing(dp=dp, ep=ep, tp=tp, fused=fused)
+    by_layer = one_layer_at_a_time(config, dp * ep * tp, 1)
+    sharing = Sharing(dp=dp, ep=ep, tp=tp, fused=fused, by_layer=by_layer)
     layers, tables = range(config.model.num_layers), (True, not config.model.tie_embeddings)
     parameters = sharing.held(sizes, layers, tables)
     held, owned = parameters.trained, parameters.owned
-    summed = summed_type(config.optim.main_grad, dtype).itemsize
-    grads = held * summed
-    if one_layer_at_a_time(config, dp * ep * tp, 1):
-        ends = sum(tables) * sizes.table_parameters
-        grads = (ends + (held - ends) * min(TURNS / len(layers), 1.0)) * summed
+    grads = parameters.summed * summed_type(config.optim.main_grad, dtype).itemsize
     tokens = config.data.batch_size * config.data.seq_len / (config.optim.accumulate * dp * ep)
     width = float(dtype.itemsize)
     kept = sum(sharing.layer(sizes, sizes.moe_layers[index], tokens, width, again) for index in layers)
@@ -162,17 +159,10 @@ def state_and_rest(
 
 
 def buffer_bytes(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """Of the ring: head, layers from the last to the first, embedding; each stack of experts for itself."""
-    dp, ep, tp = axes
-    sizes = sizes_of(config.model, config.moe, config.gate)
-    stack = float(config.moe.num_experts * sizes.d_model * sizes.expert_width)
-    stacks = [stack, stack * (2 if sizes.gated else 1)]
-    buckets = [sizes.table_parameters]
-    for layer in reversed(range(config.model.num_layers)):
-        buckets += [*(stacks if sizes.moe_layers[layer] else ()), sizes.dense_parameters(layer)]
-    buckets.append(sizes.table_parameters)
-    each = each_element(config.optim, config.memory.states, dtype) / (dp * ep * tp)
-    return each * room_of(buckets, config.memory.buffers)
+    """Of the ring."""
+    each = each_element(config.optim, config.memory.states, dtype)
+    place = StatePlace(each=each, buffers=config.memory.buffers)
+    return place.ring(sizes_of(config.model, config.moe, config.gate), axes[0] * axes[1] * axes[2])
 
 
 def host_link(config: TrainConfig) -> Link:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeclipse.core.config import Sourced, nearest, problems_of, with_values
 from moeclipse.core.errors import ConfigError
+from moeclipse.cost.cluster import Cluster
 from moeclipse.cost.step_bytes import StateBytes
 from moeclipse.hf.config_file import is_model_folder
-from moeclipse.plan.layouts import Nearest, Plan, Request, fits
+from moeclipse.plan.layouts import fits, search
+from moeclipse.plan.question import Nearest, Plan, Request
+from moeclipse.plan.state_place import StatePlace
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.memory_config import travel_problems
 from moeclipse.train.predict.shapes import SHAPES, shape_values
 from moeclipse.train.presets import merge, preset_names
 
@@ -26,37 +30,58 @@ LEAST_WRONG = 0.05
 """A batch may be so far from what was asked for, as a share, to be divisible by many ranks."""
 MICROBATCHES = 8
 """And by so many for each."""
-LESS_STATE = ({"optim.state": "8bit"}, {"optim.state": "8bit", "optim.master": "low-bits"})
+LESS_STATE: tuple[dict[str, str], ...] = (
+    {"optim.state": "8bit"},
+    {"optim.master": "low-bits"},
+    {"optim.main_grad": "bf16"},
+    {"optim.master": "none"},
+)
+"""What is left of the optimizer's state, each beside those before it."""
+BETTER = 0.9
+"""A way out that changes more is told where a step takes less than this part of those before it."""
 
 
-def config_for(source: str, flags: Mapping[str, Sourced] | None = None) -> TrainConfig:
+def config_for(
+    source: str, flags: Mapping[str, Sourced] | None = None, *, on_cpu: bool = False
+) -> TrainConfig:
     """Of a named model, a preset, a TOML file, or a Hugging Face folder or its config.json; `flags` win."""
-    path, more = Path(source), dict(flags or {})
-    if source in SHAPES:
-        given = {key: Sourced(value, source) for key, value in shape_values(source).items()}
-        config = merge(flags=given | more).built.with_warnings()
-    elif source in preset_names():
-        config = merge(preset=source, flags=more).built.with_warnings()
-    elif path.name == "config.json" and path.is_file():
-        return config_for(str(path.parent), flags)
-    elif path.is_dir() and is_model_folder(path):
-        folder = {"model.from_hf": Sourced(source, "--model")}
-        config = merge(flags=folder | more).built.with_warnings()
-    elif path.suffix == ".toml" and path.is_file():
-        config = merge(path, flags=more).built.with_warnings()
-    else:
-        names = [*SHAPES, *preset_names()]
-        close = nearest(source, names)
-        hint = f"did you mean {close!r}? " if close else ""
-        raise ConfigError(
-            f"{source!r} is no model: {hint}give a TOML file, a folder with config.json, or one of "
-            f"{', '.join(names)}"
-        )
+    config = read_config(source, flags or {})
     if config.model.memory:
         raise ConfigError(
             "model.memory cannot be planned: keys behind the segment are not counted; set it to 0"
         )
+    if on_cpu:
+        return with_values(config, {"model.dtype": "float32"})
+    if config.model.dtype in ("float32", "float64"):
+        raise ConfigError(
+            f"model.dtype = {config.model.dtype!r} cannot be planned for GPUs: what their kernels reach is "
+            "known of 16 bits; leave it out"
+        )
     return with_values(config, {"model.dtype": "bfloat16"})
+
+
+def read_config(source: str, flags: Mapping[str, Sourced]) -> TrainConfig:
+    path, more = Path(source), dict(flags)
+    in_16_bits = {"model.dtype": Sourced("bfloat16", source)}  # who names a model says nothing of its type
+    if source in SHAPES:
+        given = {key: Sourced(value, source) for key, value in shape_values(source).items()}
+        return merge(flags=in_16_bits | given | more).built.with_warnings()
+    if source in preset_names():
+        return merge(preset=source, flags=more).built.with_warnings()
+    if path.name == "config.json" and path.is_file():
+        return read_config(str(path.parent), flags)
+    if path.is_dir() and is_model_folder(path):
+        folder = {"model.from_hf": Sourced(source, "--model")}
+        return merge(flags=in_16_bits | folder | more).built.with_warnings()
+    if path.suffix == ".toml" and path.is_file():
+        return merge(path, flags=more).built.with_warnings()
+    names = [*SHAPES, *preset_names()]
+    close = nearest(source, names)
+    hint = f"did you mean {close!r}? " if close else ""
+    raise ConfigError(
+        f"{source!r} is no model: {hint}give a TOML file, a folder with config.json, or one of "
+        f"{', '.join(names)}"
+    )
 
 
 def state_of(config: TrainConfig, held: torch.dtype | None = None) -> StateBytes:
@@ -64,11 +89,35 @@ def state_of(config: TrainConfig, held: torch.dtype | None = None) -> StateBytes
     import torch  # a model that cannot be read is told without it
 
     from moeclipse.train.optim.buckets import summed_type
-    from moeclipse.train.predict.state_bytes import per_element
+    from moeclipse.train.predict.state_bytes import each_element, update_bytes
 
     held = held or torch.bfloat16
-    gradient = summed_type(config.optim.main_grad, held).itemsize
-    return StateBytes(weight=held.itemsize, gradient=gradient, shard=per_element(config.optim, held))
+    return StateBytes(
+        weight=held.itemsize,
+        gradient=summed_type(config.optim.main_grad, held).itemsize,
+        shard=each_element(config.optim, "all", held),
+        update=update_bytes(config.optim, held),
+    )
+
+
+def place_of(config: TrainConfig, cluster: Cluster) -> StatePlace:
+    """Where state may lie: on the host, too, if no rule of the configuration is against it."""
+    import torch
+
+    from moeclipse.train.predict.state_bytes import each_element
+
+    memory = config.memory
+    travels = replace(memory, place="host")
+    open_to = not list(travel_problems(travels, config.optim, config.placement, config.parallel.pp))
+    room = min(1e9 * memory.host_gb or cluster.host_memory, cluster.host_memory)
+    held = torch.float32 if cluster.device.name == "cpu" else torch.bfloat16
+    return StatePlace(
+        host_room=room if open_to else 0.0,
+        each=each_element(config.optim, memory.states, held),
+        fixed=memory.share if memory.place == "host" else None,
+        buffers=memory.buffers,
+        by_layer=config.optim.clip == "layer",
+    )
 
 
 def says_batch(source: str) -> bool:
@@ -88,7 +137,7 @@ def values_of(plan: Plan, batch: int, sequence: int) -> dict[str, object]:
     """Keys of a configuration that make a run take this layout."""
     layout = plan.layout
     paired = layout.overlap != "off"
-    schedule = layout.schedule if layout.pp > 1 else "auto"
+    schedule = layout.schedule if layout.pp > 1 or layout.schedule == "layers" else "auto"
     values: dict[str, Any] = {
         "parallel.pp": layout.pp,
         "parallel.dp": layout.dp,
@@ -99,6 +148,9 @@ def values_of(plan: Plan, batch: int, sequence: int) -> dict[str, object]:
         "pipeline.recompute": layout.recompute,
         "pipeline.layers": plan.stages if layout.pp > 1 else (),
         "pipeline.layers_per_virtual_stage": "auto",
+        "pipeline.budget": layout.budget or "auto",
+        "memory.place": "host" if layout.host else "device",
+        "memory.share": layout.host or 1.0,
         "optim.accumulate": layout.microbatches,
         "data.batch_size": batch,
         "data.seq_len": sequence,
@@ -120,16 +172,20 @@ def rules_of(config: TrainConfig, batch: int, sequence: int) -> Any:
 
 
 def what_would_fit(request: Request, config: TrainConfig, nearest_one: Nearest) -> list[str]:
-    """Where nothing fits: the layout that comes nearest, and the first of the usual ways out."""
+    """Where nothing fits: the layout that comes nearest, and the usual ways out with what they come to."""
     device = request.terms.cluster.device.name
     lines = [
         f"nothing fits: the nearest is {nearest_one.layout.title}, which takes "
         f"{nearest_one.peak / 2**30:.1f} GiB of {nearest_one.room / 2**30:.1f} that may be taken of {device}"
     ]
-    for changes in LESS_STATE:
-        if fits(replace(request, state=state_of(with_values(config, changes)))):
-            lines.append("it would fit with " + flags_of(changes))
-            break
+    best: Plan | None = None
+    for changes in ways_out(config, request.num_gpus):
+        other = with_values(config, changes)
+        asked = changed(request, other)
+        plans = search(asked).plans if fits(asked) else ()
+        if plans and (best is None or plans[0].time.seconds < BETTER * best.time.seconds):
+            best = plans[0]
+            lines.append(f"it would fit with {flags_of(changes)}: {summary_of(request, best)}")
     enough = next((n * request.num_gpus for n in MORE_GPUS if fits(grown(request, n))), 0)
     if enough:
         lines.append(f"it would fit on {enough:,} GPUs")
@@ -137,6 +193,32 @@ def what_would_fit(request: Request, config: TrainConfig, nearest_one: Nearest) 
         most = MORE_GPUS[-1] * request.num_gpus
         lines.append(f"it would not fit on {most:,} GPUs either: take shorter sequences (--seq-len)")
     return lines
+
+
+def ways_out(config: TrainConfig, num_gpus: int) -> Iterator[dict[str, str]]:
+    """Settings of the optimizer that take less, least change first: none computes what was asked for."""
+    clips: tuple[dict[str, str], ...] = ({},) if num_gpus > 1 else ({}, {"optim.clip": "layer"})
+    for clip in clips:
+        ways = clip
+        for change in ({}, *LESS_STATE):
+            ways = ways | change
+            other = with_values(config, ways)
+            if other != config and not list(problems_of(other)):
+                yield ways
+
+
+def changed(request: Request, config: TrainConfig) -> Request:
+    """The same question of another optimizer."""
+    place = place_of(config, request.terms.cluster)
+    terms = replace(request.terms, state=state_of(config), place=place)
+    return replace(request, terms=terms, refuse=rules_of(config, request.batch, terms.sequence))
+
+
+def summary_of(request: Request, plan: Plan) -> str:
+    rate = request.batch * request.terms.sequence / plan.time.seconds / request.num_gpus
+    host = f", {plan.host_bytes / 2**30:.1f} GiB of the host" if plan.host_bytes else ""
+    size = f"{plan.peak / 2**30:.1f} GiB{host}"
+    return f"{plan.time.seconds:.3g} s a step, {rate:,.0f} tokens/s/GPU, {size} ({plan.layout.title})"
 
 
 def grown(request: Request, factor: int) -> Request:
