@@ -132,14 +132,20 @@ def schedules_of(layout: Layout, num_layers: int, *, by_layer: bool = False) -> 
             yield replace(layout, schedule="pp1", overlap="pair")
         return
     for name in ("1f1b", "zb-h1", "zb-h2", "zb-m", "zb-v", "vpp", "vpp+1", "1f1b-pairs", "dualpipev"):
-        per_rank = STAGES if name.startswith("vpp") else (2 if name in ("zb-v", "dualpipev") else 1,)
-        if name == "zb-m":
-            per_rank = FOLDS if layout.pp <= MOST_ORDERED else ()
-        for stages in per_rank:
+        for stages in stages_of(name, layout.pp):
             if layout.pp * stages > num_layers or broken_rules(name, layout.pp, layout.microbatches, stages):
                 continue
             paired = name in ("vpp+1", "1f1b-pairs", "dualpipev")
             yield replace(layout, schedule=name, stages_per_rank=stages, overlap="pair" if paired else "off")
+
+
+def stages_of(name: str, pp: int) -> tuple[int, ...]:
+    """That a rank may have."""
+    if name == "zb-m":
+        return FOLDS if pp <= MOST_ORDERED else ()
+    if name.startswith("vpp"):
+        return STAGES
+    return (2,) if name in ("zb-v", "dualpipev") else (1,)
 
 
 def candidates_of(request: Request) -> Iterator[Candidate]:
@@ -216,11 +222,9 @@ def copies_bound(request: Request, priced: Step, rough: Rough) -> float:
     if not layout.host:
         return 0.0
     beside = priced.work.kernels.stream(terms.state.update * rough.owned)
-    if terms.place.by_layer and layout.num_ranks == 1:
-        times = layout.microbatches if layout.schedule == "layers" else 1
-        beside += times * sum(prices.B for prices in priced.layers)
-    sizes = (layout.host * terms.place.each * rough.owned, request.ring(layout))
-    return terms.place.left(*map(terms.cluster.host.seconds, sizes), beside)
+    seconds = terms.cluster.host.seconds
+    way = seconds(layout.host * terms.place.each * rough.owned)
+    return terms.place.left(way, seconds(request.ring(layout)), beside + priced.window(layout))
 
 
 def plan_of(request: Request, layout: Layout, stages: Sequence[int] | None = None) -> Plan:

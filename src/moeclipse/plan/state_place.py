@@ -3,8 +3,8 @@
     share    the smallest part of all state, in hundredths, without which every rank has room: for the rest of
              its bytes, and for the ring in which state visits the device for its update
     left     seconds of its way that nothing hides. Both directions work at once, and the ring is full when
-             updates begin; the rest goes by while updates run, or with updates by layers (`optim.clip`) on
-             one rank while backward does
+             updates begin; the rest goes by while updates run, and on one rank while that does in which they
+             stand: backward with updates by layers (`optim.clip`), else the next step's forward
 
 `train/predict/host_share` simulates the program of a run op by op: tests hold the two together.
 """

@@ -336,11 +336,18 @@ class Step:
             update = self.work.kernels.stream(self.terms.state.update * owned)
             seconds.append((self.cluster.host.seconds(layout.host * place.each * owned), update))
         way, update = (layout.stages_per_rank * each for each in max(seconds))
-        if place.by_layer and layout.num_ranks == 1:  # the last backward, or all of it layer by layer
-            times = layout.microbatches if layout.schedule == "layers" else 1
-            update += times * sum(each.B for each in self.stage_prices)
         ring = self.cluster.host.seconds(place.ring(self.model, layout.num_ranks // layout.pp))
-        return max(place.left(way, ring, update), way - rest)
+        return max(place.left(way, ring, update + self.window(layout)), way - rest)
+
+    def window(self, layout: Layout) -> float:
+        """Seconds of other work that updates stand in: of one rank the last backward (layer by layer all of
+        it); where one norm clips all, the next step's first forward."""
+        if layout.num_ranks > 1:
+            return 0.0
+        if not self.terms.place.by_layer:
+            return sum(prices.F for prices in self.layers)
+        times = layout.microbatches if layout.schedule == "layers" else 1
+        return times * sum(prices.B for prices in self.layers)
 
 
 def even_stages(seconds: Sequence[float], head: float, num_stages: int) -> tuple[int, ...]:

@@ -203,13 +203,16 @@ def test_thirty_billion_parameters_on_one_gpu_are_planned_as_they_ran(
     assert best.peak == pytest.approx(simulated.peak, rel=0.03)
 
 
-@pytest.mark.parametrize(("clip", "batch", "microbatches"), [("layer", 2, 1), ("global", 16, 16)])
+@pytest.mark.parametrize(
+    ("clip", "master", "batch", "microbatches"),
+    [("layer", "low-bits", 2, 1), ("global", "none", 16, 16)],
+)
 def test_copies_that_nothing_hides_are_near_the_simulated_ones(
-    clip: str, batch: int, microbatches: int
+    clip: str, master: str, batch: int, microbatches: int
 ) -> None:
     changes = {"optim.clip": clip, "data.batch_size": batch, "optim.accumulate": microbatches}
-    rounded = {**ONE_GPU, "optim.master": "none", "data.seq_len": 4096}
-    config = with_values(config_for("qwen3-30b-a3b"), {**rounded, **changes})
+    types = {**ONE_GPU, "optim.master": master, "data.seq_len": 4096}
+    config = with_values(config_for("qwen3-30b-a3b"), {**types, **changes})
     layout = Layout(microbatches=microbatches, samples=batch // microbatches, recompute="full")
     plan = plan_of(asked(config, 1, batch), layout)
     simulated = placing(
