@@ -27,6 +27,7 @@ from moeclipse.cost.cluster import cluster
 from moeclipse.plan.layouts import LADDER, plan_of, search
 from moeclipse.plan.published import QWEN3_30B, ROWS, V3
 from moeclipse.plan.question import Request
+from moeclipse.plan.state_place import StatePlace
 from moeclipse.plan.step import Terms
 
 SEQUENCE = 4096
@@ -34,7 +35,9 @@ SEQUENCE = 4096
 
 def searched(num_gpus: int) -> dict[str, Any]:
     model, device, batch = (V3, "h800", 15 * num_gpus // 2) if num_gpus >= 256 else (QWEN3_30B, "h200", 512)
-    terms = Terms(model=model, cluster=cluster(device), sequence=SEQUENCE)
+    there = cluster(device)
+    place = StatePlace(host_room=there.host_memory)
+    terms = Terms(model=model, cluster=there, sequence=SEQUENCE, place=place)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.process_time()
     found = search(Request(terms=terms, num_gpus=num_gpus, batch=batch))

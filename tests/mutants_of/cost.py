@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "cost/step_bytes.py",
-        "held.trained * self.gradient + held.owned * self.shard",
+        "held.summed * self.gradient + held.owned * self.shard",
         "(held.experts + held.matrices + held.rest) * self.gradient + held.owned * self.shard",
         "cost/test_step_bytes.py::test_what_is_frozen_has_weights_alone",
         "frozen weights have gradients",

@@ -1,4 +1,4 @@
-"""Mutants of plan/: the order of an exchange."""
+"""Mutants of plan/: the order of an exchange; state on the host."""
 
 from __future__ import annotations
 
@@ -132,5 +132,37 @@ MUTANTS = (
         "plan/test_step.py::test_what_is_exposed_is_of_one_rank",
         "compute and exposed time are extrapolated through two ranks",
         "a plan shows exposed time below zero",
+    ),
+    Mutant(
+        "plan/state_place.py",
+        "        return most if most <= 1 and most * self.each * max(owned) <= self.host_room else None",
+        "        return most if most <= 1 else None",
+        "plan/test_state_place.py::test_the_share_is_the_smallest_with_which_every_rank_fits",
+        "the host's memory has no end",
+        "a plan that pins more than a host has",
+    ),
+    Mutant(
+        "plan/state_place.py",
+        "math.ceil(100 * (peak + ring - room)",
+        "math.ceil(100 * (peak - room)",
+        "plan/test_state_place.py::test_the_share_is_the_smallest_with_which_every_rank_fits",
+        "the ring takes no room",
+        "the run ends out of memory",
+    ),
+    Mutant(
+        "plan/rank_bytes.py",
+        "    return tuple(peak - away * owned + ring for peak, owned in counts)",
+        "    return tuple(peak - away * owned for peak, owned in counts)",
+        "plan/test_layouts.py::test_state_leaves_for_the_host_where_the_device_is_too_small",
+        "a plan's peak is without the ring",
+        "less is told than a run takes",
+    ),
+    Mutant(
+        "plan/rank_bytes.py",
+        "        layout = replace(layout, budget=max(min(most, most_budget(layout)), 1))",
+        "        layout = replace(layout, budget=most_budget(layout))",
+        "plan/test_layouts.py::test_a_budget_is_what_there_is_room_for",
+        "zb-m holds what there is no room for",
+        "the schedule for tight memory is never found",
     ),
 )
