@@ -330,8 +330,9 @@ def test_damaged_files_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(1, 11))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_thousands_of_damaged_files(tmp_path: Path, seed: int) -> None:
+    """To write the sound ones costs as much as to read 500 that are damaged."""
     for name in ("tokenizers", "transformers"):
         pytest.importorskip(name)
-    read_all(tmp_path, 500, seed, every=True)
+    read_all(tmp_path, 2500, seed, every=True)

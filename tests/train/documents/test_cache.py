@@ -92,7 +92,9 @@ def test_other_content_or_another_recipe_is_another_folder(files: list[Path], tm
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("damage", ["flip", "cut", "manifest", "version", "none", "partial"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "cut", "manifest", "version", "count", "files", "none", "partial"]
+)
 def test_a_damaged_cache_is_made_again(files: list[Path], tmp_path: Path, damage: str) -> None:
     recipe = Recipe(end=0)
     before = bytes(made(files, tmp_path / "cache").tokens)
@@ -107,13 +109,21 @@ def test_a_damaged_cache_is_made_again(files: list[Path], tmp_path: Path, damage
     elif damage == "version":
         text = (folder / "cache.json").read_text()
         (folder / "cache.json").write_text(text.replace('"version": 1', '"version": 0'))
+    elif damage in ("count", "files"):
+        about = json.loads((folder / "cache.json").read_text())
+        changed = (
+            {"files": {}}
+            if damage == "files"
+            else {"in_file": [about["in_file"][0] - 1, *about["in_file"][1:]]}
+        )
+        (folder / "cache.json").write_text(json.dumps(about | changed))
     elif damage == "none":
         tokens.unlink()
     else:  # a process died in the middle
         folder.rename(folder.with_name(f".{folder.name}.partial"))
-    assert opened(folder, recipe) is None
+    assert opened(folder, recipe, len(files)) is None
     assert bytes(made(files, tmp_path / "cache").tokens) == before
-    assert opened(folder, recipe) is not None
+    assert opened(folder, recipe, len(files)) is not None
 
 
 @pytest.mark.usefixtures("small")

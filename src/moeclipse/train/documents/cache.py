@@ -129,7 +129,7 @@ def tokens_of(
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / f"tokens-{name_of(files, kinds, recipe, folder)[:24]}"
         with locked(out.with_name(f".{out.name}.lock")):
-            found = opened(out, recipe)
+            found = opened(out, recipe, len(files))
             return found if found is not None else make(out, files, raw, recipe, sizes, tell)
     except OSError as error:
         raise DataError(
@@ -168,24 +168,27 @@ def make(
             "tokens.bin", lambda: (memoryview(part.astype(recipe.dtype).tobytes()) for part in passing)
         )
     staged.add_bytes("ends.bin", collected.ends().tobytes())
-    names = ["tokens.bin", "ends.bin"]
     if recipe.chat:
-        names.append("counted.bin")
         staged.add_bytes("counted.bin", collected.counted().tobytes())
     about = {
         "version": VERSION,
         "recipe": recipe.key(),
         "in_file": collected.in_file,
         "files": {
-            name: {"size": staged.files[name].size, "blocks": blocks(staged.path / name)} for name in names
+            name: {"size": staged.files[name].size, "blocks": blocks(staged.path / name)}
+            for name in names_of(recipe)
         },
     }
     staged.add_bytes("cache.json", json.dumps(about, indent=1).encode())
     staged.commit()
-    found = opened(out, recipe)
+    found = opened(out, recipe, len(files))
     if found is None:
         raise DataError(f"data.cache: {out} could not be read after it was written; check the disk")
     return found
+
+
+def names_of(recipe: Recipe) -> list[str]:
+    return [*(["counted.bin"] if recipe.chat else []), "ends.bin", "tokens.bin"]
 
 
 def encoder_for(recipe: Recipe, paths: Sequence[str]) -> Encoder:
@@ -198,7 +201,7 @@ def num_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)))
 
 
-def opened(out: Path, recipe: Recipe) -> DocumentTokens | None:
+def opened(out: Path, recipe: Recipe, num_files: int) -> DocumentTokens | None:
     """What an earlier run made; None where there is nothing, or it is not as it was written."""
     try:
         about = read_json(out / "cache.json", inside=out)
@@ -208,10 +211,14 @@ def opened(out: Path, recipe: Recipe) -> DocumentTokens | None:
                 return None
         if about["version"] != VERSION or about["recipe"] != recipe.key():
             return None
+        if sorted(about["files"]) != names_of(recipe):
+            return None
         in_file = [int(number) for number in about["in_file"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     tokens, ends = mapped(out / "tokens.bin", recipe.dtype), mapped(out / "ends.bin", "int64")
+    if len(in_file) != num_files or min(in_file) < 0 or sum(in_file) != len(tokens):
+        return None  # with fewer the rest would never be read, and nobody would know
     counted = mapped(out / "counted.bin", "uint8") if recipe.chat else None
     return DocumentTokens(tokens=tokens, ends=ends, in_file=in_file, counted=counted)
 
