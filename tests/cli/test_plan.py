@@ -94,6 +94,20 @@ def test_whoever_names_no_batch_gets_a_usual_one_and_a_preset_its_own(
     assert f"{tiny.batch_size} x {tiny.seq_len} tokens a step" in capsys.readouterr().out
 
 
+def test_state_on_the_host_is_told_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "qwen3-30b-a3b", "--gpus", "4", "--tokens-per-step", "64k", "--optim.main-grad", "bf16"]
+    assert main([*asked, "--device", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert "\u2026" not in text, "nothing is cut off"
+    rows = [line for line in text.splitlines() if ", recompute " in line and ", host " in line]
+    assert rows
+    assert "host GiB" in text
+    assert "that lies in the host's memory" in text
+    assert main([*asked, "--device", "h200", "--optim.state", "8bit", "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert ("host GiB" in text) == (", host " in text)
+
+
 def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "qwen3-30b-a3b", "--gpus", "2", "--tokens-per-step", "64k"]) == 1
     text = capsys.readouterr().out

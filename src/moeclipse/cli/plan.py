@@ -51,7 +51,7 @@ IN_WORDS = ("bound by", "behind 1 by", "layout")
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 GIB = 2.0**30
 NOTHING_FITS = 1
-TABLE_WIDTH = 170
+TABLE_WIDTH = 185
 """Rows are not cut, however narrow the terminal is."""
 USUAL_TOKENS, MOST_TOKENS, FEWEST_TOKENS = 64 * 1024, 4 * 1024**2, 8 * 1024
 """Of a step where nobody says: so many a GPU, together at most so many, but no fewer a GPU than this."""
@@ -229,7 +229,7 @@ def reading(request: Request, plans: tuple[Plan, ...]) -> list[str]:
     ]
     if any(plan.host_bytes for plan in plans):
         lines.append(
-            "host: moments and master weights of a rank that lie in the host's memory, where each rank is "
+            "host: part of moments and master weights that lies in the host's memory, where each rank is "
             f"taken to have {request.terms.place.host_room / GIB:.0f} GiB of it (--memory.host-gb)"
         )
     near = sum(plan.time.seconds <= (1 + MEDIAN_ERROR) * best.time.seconds for plan in plans)
@@ -267,10 +267,12 @@ def refusals(request: Request, config: TrainConfig, found: SearchResult) -> list
 
 def table_of(request: Request, plans: tuple[Plan, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in (*COLUMNS, *IN_WORDS):
-        table.add_column(name, justify="left" if name in IN_WORDS else "right", no_wrap=True)
-    for row in rows_of(request, plans):
-        table.add_row(*row)
+    rows, names = rows_of(request, plans), (*COLUMNS, *IN_WORDS)
+    filled = [at for at, name in enumerate(names) if name != "host GiB" or any(row[at] for row in rows)]
+    for at in filled:
+        table.add_column(names[at], justify="left" if names[at] in IN_WORDS else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[at] for at in filled))
     return table
 
 

@@ -50,7 +50,7 @@ class Layout:
         several = self.schedule.startswith("vpp") or (self.schedule == "zb-m" and self.stages_per_rank > 1)
         stages = f" x {self.stages_per_rank}" if several else ""
         stages += f" of {self.budget}" if self.budget else ""
-        away = f", {self.host:.0%} of state on the host" if self.host else ""
+        away = f", host {self.host:.0%}" if self.host else ""
         each = f"{self.microbatches} x {self.samples}"
         return f"{axes}{name}{stages}, {each}, recompute {self.recompute}{away}"
 
