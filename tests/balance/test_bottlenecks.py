@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from plans import FREE
 from strategies import placements
 
-from moeclipse.balance.bottlenecks import Walk, steadied, tight_ranks
+from moeclipse.balance.bottlenecks import (
+    BATCHES,
+    FEWEST_BATCHES,
+    FINALISTS,
+    TOGETHER,
+    Walk,
+    batches_for,
+    steadied,
+    tight_ranks,
+)
 from moeclipse.balance.config import padded
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.incremental import improved
@@ -136,9 +145,9 @@ def test_what_is_found_is_never_slower(data: st.DataObject) -> None:
     placement = data.draw(placements())
     load_E = some_loads(data, placement.num_experts)
     draft = Draft.of(placement, asked(placement, load_E))
-    found = steadied(draft, rounds=4, tries=60)
+    found = steadied(draft)
     assert found.seconds <= draft.seconds
-    assert found.placement() == steadied(draft, rounds=4, tries=60).placement(), "it repeats"
+    assert found.placement() == steadied(draft).placement(), "it repeats"
     assert [len(row) for row in found.slots] == [len(row) for row in draft.slots]
     assert all(found.holders), "no expert is lost"
 
@@ -167,6 +176,36 @@ def test_loads_that_may_come_are_borne(parts: tuple[float, ...]) -> None:
     assert fullest(after) < 1.01
     taken = answer(PlanConfig(noise=NOISE, turnover=0.0, max_moved=1.0), problem)
     assert fullest(Draft.of(taken, problem)) < 1.015, "planners make use of it"
+
+
+def test_work_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of changes, so that a plan takes as long on loads that are hard."""
+    tried = []
+    guesses = Walk._guesses
+    monkeypatch.setattr(Walk, "_guesses", lambda walk, tries: tried.append(tries) or guesses(walk, tries))
+    for slots, most in ((2, FEWEST_BATCHES), (3, BATCHES)):
+        tried.clear()
+        current = padded(Placement.contiguous(32, 16), slots)
+        problem = asked(current, skewed(32, 1))
+        steadied(Draft.of(current, problem))
+        assert 0 < len(tried) <= most == batches_for(problem)
+        assert set(tried) == {TOGETHER}
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_what_is_sifted_out_of_guesses_is_judged_as_all_are(data: st.DataObject) -> None:
+    placement = data.draw(placements())
+    walk = Walk(Draft.of(placement, asked(placement, some_loads(data, placement.num_experts))))
+    changes = walk._guesses(64)
+    prices, sifted = walk._prices(changes), walk._sifted(changes)
+    assert len(sifted.x_B) == min(len(prices), FINALISTS)
+    at = [
+        np.flatnonzero((changes.x_B == x) & (changes.put_B == put))
+        for x, put in zip(sifted.x_B, sifted.put_B, strict=True)
+    ]
+    for same, price in zip(at, walk._prices(sifted), strict=True):
+        assert np.isclose(prices[same], price).any()
 
 
 def test_nothing_is_done_where_nothing_may_come() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import COSTS, asked, check_fits, problems
+from plans import COSTS, FREE, asked, check_fits, problems
 from strategies import zipf_counts
 
 from moeclipse.balance.config import padded
@@ -28,7 +28,7 @@ from moeclipse.balance.planner import (
     plan,
     tries_for,
 )
-from moeclipse.balance.problem import PlanProblem
+from moeclipse.balance.problem import PlanProblem, fitted
 from moeclipse.balance.replicate import plan_greedy, plan_random
 from moeclipse.core.errors import ConfigError
 
@@ -390,3 +390,13 @@ def test_wrap_fill_stays_where_that_is_faster() -> None:
     held = replace(problem, current=even)
     assert answer(PlanConfig(planner="wrap_fill"), held) is even
     assert answer(PlanConfig(planner="wrap_fill"), problem) is not problem.current
+
+
+def test_rows_that_could_stay_are_looked_for_where_all_ranks_are_even() -> None:
+    """Two ranks with the same rows, and room for six of eight: sets of ranks see nothing to do."""
+    current = fitted(Placement.contiguous(4, 2), (3, 3))
+    costs = replace(FREE, row_bytes=1.0, near_bandwidth=4.0, gradient_bytes=1e-3)
+    found = plan(PlanConfig(noise=0.1), np.full((2, 4), 100), (3, 3), current, costs)
+    problem = asked(np.full((2, 4), 100), (3, 3), current, costs)
+    assert problem.judge(current).sent_share == 0.5
+    assert problem.judge(found).sent_share == 0.25 == 1 - problem.could_stay

@@ -41,6 +41,31 @@ def test_the_judge_is_the_objective() -> None:
     assert 2 * problem.copy_seconds == pytest.approx(COSTS.sync_seconds(2.0))
 
 
+def test_an_expert_is_spread_over_no_more_ranks_than_slots_are_left_for() -> None:
+    """More than half of all rows go to one of 4 experts: on 4 ranks, with 0, 1 and 3 spare slots."""
+    counts_PE = np.array([[96, 16, 16, 16]] * 4)
+    for slots_P, parts in (((1, 1, 1, 1), 1), ((2, 1, 1, 1), 2), ((2, 2, 2, 1), 4)):
+        current = fitted(Placement.contiguous(4, 4), slots_P)
+        problem = asked(counts_PE, slots_P, current)
+        assert problem.bound == max(96 * 4 / parts, 144)
+        assert replace(problem, lends=True).bound == 144, "who lends it needs no slot"
+    assert (
+        asked(counts_PE, (1, 1, 1, 1), Placement.contiguous(4, 4)).judge(Placement.contiguous(4, 4)).total
+        == 384
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(), st.integers(0, 99))
+def test_no_placement_keeps_more_rows_at_home_than_could_stay(
+    problem: tuple[np.ndarray, tuple[int, ...]], seed: int
+) -> None:
+    counts_PE, slots_P = problem
+    current = plan_random(counts_PE.shape[1], slots_P, seed)
+    wanted = asked(counts_PE, slots_P, current)
+    assert wanted.could_stay >= 1 - wanted.judge(current).sent_share - 1e-9
+
+
 FIXED = replace(CHEAP_ROWS, replicas_seconds=100 * CHEAP_ROWS.row_seconds)
 
 

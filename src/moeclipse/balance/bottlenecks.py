@@ -7,8 +7,9 @@ Idea. However rows are split, a set S of ranks computes at least what stands now
 and the best split reaches the largest of these bounds over all sets: maximum flow is minimum cut. Few of them
 are ever tight. So a table is judged by sets that were tight once, in microseconds where pouring takes
 milliseconds, and thousands of changes can be tried, many at once: any two experts exchanged, any replica put
-elsewhere, chains of two such moves, a worse one now and then. After every few changes sets next to tight ones
-are looked at; the table that comes out is poured in full, its tight sets join the others, and so on. A search
+elsewhere, chains of two such moves. Most take an expert out of a set that is tight; the tightest sets sift
+them, all sets judge what is left, and the best is taken. Then sets next to tight ones are looked at. Where no
+change helps any more the table is poured in full, its tight sets join the others, and so on. A search
 that relieves one full rank at a time ends soon, in tables that are perfect for the average loads and brittle
 for all others (`balance/futures`); this one finds tables that bear them.
 
@@ -20,8 +21,7 @@ Shapes: K loads, E experts, C sets of ranks, X slots, B changes that are tried t
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, combinations
 
 import numpy as np
@@ -29,23 +29,25 @@ import numpy as np
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.futures import Pool
 from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.balance.problem import PlanProblem
 
 MOST_RANKS = 62
 """Sets of ranks are bits of a word."""
 PAIRED_RANKS = 24
 """Up to so many ranks all pairs of them are known from the start."""
-TOGETHER = 64
-"""Changes that are tried at once; the best of them is taken."""
+TOGETHER, FINALISTS = 256, 8
+"""Changes that are guessed at once, and those of them that are judged by all sets; the best is taken."""
+GUIDED = 0.8
+"""Part of the guesses that take an expert out of a tight set: the others may do anything."""
+TIGHTEST = 2
+"""Sets for each load that guesses are sifted by."""
 WIDENED = 4
 """Ranks that a tight set may gain or lose before the table changes again."""
-ROUNDS, TRIES = 30, 640
-"""Of pouring, and of changes between two of them."""
-PATIENCE = 3
-"""Rounds without any change for the better, after which no other is begun."""
-TAKEN = 3
-"""Changes for the better, after which the table is poured: sets that nobody knows may be tight by now."""
-WARM = 0.0005
-"""In mean loads: how much worse a change may be, about, that is taken all the same."""
+POURS = 3
+FEWEST_BATCHES, BATCHES, BATCHES_FOR = 8, 24, 2
+"""A change is the best of a batch: of a search so many, more for each spare slot, up to all."""
+PATIENCE = 12
+"""Batches without any change for the better, after which the table is poured."""
 SAME = 1e-9
 TIGHT = 1e-3
 """Of a load: a smaller share is as good as none."""
@@ -53,25 +55,36 @@ EVEN = 1e-3
 """Fullest ranks so near the mean need no better table."""
 
 
-def steadied(draft: Draft, rounds: int = ROUNDS, tries: int = TRIES) -> Draft:
+def steadies(problem: PlanProblem) -> bool:
+    """Whether this search is for it: loads may come, and ranks are no more than bits."""
+    return bool(problem.futures) and problem.num_ranks <= MOST_RANKS
+
+
+def batches_for(problem: PlanProblem) -> int:
+    spare = problem.num_slots - problem.num_experts
+    return min(max(BATCHES_FOR * spare, FEWEST_BATCHES), BATCHES)
+
+
+def steadied(draft: Draft) -> Draft:
     """The draft, or one that bears its loads better."""
-    if len(draft.pools) == 1 or len(draft.slots) > MOST_RANKS:
+    if not steadies(draft.problem):
         return draft
-    walk, patience = Walk(draft), PATIENCE
+    batches = batches_for(draft.problem)
+    walk = Walk(draft)
     walk.widen()
-    for _ in range(rounds):
-        if walk.fullest < 1 + EVEN or not patience:
+    for _ in range(POURS):
+        if walk.fullest < 1 + EVEN or batches <= 0:
             break
-        better = walk.improve(tries)
-        walk.widen()
+        better, tried = walk.improve(batches)
+        batches -= tried
         if not better:
-            patience -= 1
-            continue
+            break
         after = Draft.of(walk.placement(), draft.problem)
         walk.learn(after)
         if after.seconds < draft.seconds:
             draft = after
         walk.stand_at(draft)
+        walk.widen()
     return draft
 
 
@@ -99,6 +112,10 @@ class Changes:
     copies_B: np.ndarray
     """That the current placement lacks, more than before."""
 
+    def of(self, which: np.ndarray) -> Changes:
+        """Some of them."""
+        return Changes(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
+
 
 class Walk:
     """Tables that follow from one another by random changes, judged by the sets that were tight once.
@@ -123,6 +140,7 @@ class Walk:
         self.rank_X = np.repeat(np.arange(len(draft.slots)), list(map(len, draft.slots)))
         """The rank of each slot."""
         self.bit_P = np.left_shift(np.uint64(1), np.arange(len(draft.slots), dtype=np.uint64))
+        self.bit_X = self.bit_P[self.rank_X]
         ranks = range(len(draft.slots))
         pairs = combinations(ranks, 2) if len(ranks) <= PAIRED_RANKS else ()
         sets = [1 << rank for rank in ranks] + [1 << p | 1 << q for p, q in pairs]
@@ -139,19 +157,23 @@ class Walk:
     def widen(self) -> None:
         """Learn sets next to those that are tightest, a rank more or less, as long as they are tighter."""
         for _ in range(WIDENED):
-            tightest_C = self.set_C[np.unique(self.bound_KC.argmax(1))]
-            near_C = np.unique(tightest_C[:, None] ^ self.bit_P)
+            near_C = (self.set_C[self.bound_KC.argmax(1)][:, None] ^ self.bit_P).ravel()
             near_C = near_C[near_C != 0]
             size_C = ((near_C[:, None] & self.bit_P) != 0).sum(1)
-            inside_EC = ((self.mask_E[:, None] & ~near_C) == 0).astype(float)
-            bound_KC = (self.load_KE @ inside_EC) / size_C
+            bound_KC = self.load_KE @ ((self.mask_E[:, None] & ~near_C) == 0) / size_C
             tighter_C = (bound_KC > self.bound_KC.max(1)[:, None] + SAME).any(0)
             if not tighter_C.any():
                 return
-            self.set_C = np.concatenate([self.set_C, near_C[tighter_C]])
-            self.scale_C = np.concatenate([self.scale_C, 1.0 / size_C[tighter_C]])
-            self.inside_EC = np.concatenate([self.inside_EC, inside_EC[:, tighter_C]], 1)
-            self.bound_KC = np.concatenate([self.bound_KC, bound_KC[:, tighter_C]], 1)
+            self._know(np.unique(near_C[tighter_C]))
+
+    def _know(self, set_C: np.ndarray) -> None:
+        """These sets, too."""
+        scale_C = 1.0 / ((set_C[:, None] & self.bit_P) != 0).sum(1)
+        inside_EC = ((self.mask_E[:, None] & ~set_C) == 0).astype(float)
+        self.set_C = np.concatenate([self.set_C, set_C])
+        self.scale_C = np.concatenate([self.scale_C, scale_C])
+        self.inside_EC = np.concatenate([self.inside_EC, inside_EC], 1)
+        self.bound_KC = np.concatenate([self.bound_KC, self.load_KE @ inside_EC * scale_C], 1)
 
     def stand_at(self, draft: Draft) -> None:
         """Go on from there."""
@@ -164,6 +186,7 @@ class Walk:
         self.holds_EP[expert_X, self.rank_X] = 1
         self.holds_EP[EMPTY] = 0
         self.mask_E = (self.holds_EP * self.bit_P.astype(np.int64)).sum(1).astype(np.uint64)
+        self.replicas_E = self.holds_EP.sum(1)
         self.copies = int((self.holds_EP * self.lacks_EP).sum())
         self.inside_EC = ((self.mask_E[:, None] & ~self.set_C) == 0).astype(float)
         self.bound_KC = (self.load_KE @ self.inside_EC) * self.scale_C
@@ -177,45 +200,75 @@ class Walk:
     def price(self) -> float:
         return self.fullest + self.copy_price * self.copies
 
-    def improve(self, tries: int) -> bool:
-        """Try changes until a few have helped, and stand at the best table; false where none has."""
+    def improve(self, batches: int) -> tuple[bool, int]:
+        """Stand at the best table that changes lead to: (whether one is better, batches that were tried)."""
         now = best = self.price
         kept: np.ndarray | None = None
-        taken = 0
-        for _ in range(-(-tries // TOGETHER)):
-            changes = self._guesses(TOGETHER)
-            # What changes nothing that is known may break what is not: only a difference is followed.
+        patience = PATIENCE
+        for batch in range(batches):
+            if not patience or self.fullest < 1 + EVEN:
+                return self._back_at(kept), batch
+            patience -= 1
+            changes = self._sifted(self._guesses(TOGETHER))
             price_B = self._prices(changes)
-            price_B[np.abs(price_B - now) <= SAME] = np.inf
-            first = int(price_B.argmin()) if len(price_B) else 0
-            price = float(price_B[first]) if len(price_B) else math.inf
-            if price > now and self.rng.random() >= math.exp((now - price) / WARM):
+            # What changes nothing that is known may break what is not: only a difference is followed.
+            if not len(price_B) or price_B.min() >= now - SAME:
                 continue
-            self._take(changes, first)
-            now = price
-            if price < best:
-                best, kept, taken = price, self.expert_X, taken + 1
-                if taken == TAKEN:
-                    break
+            self._take(changes, int(price_B.argmin()))
+            self.widen()
+            now = self.price
+            if now < best - SAME:
+                best, kept, patience = now, self.expert_X, PATIENCE
+        return self._back_at(kept), batches
+
+    def _back_at(self, kept: np.ndarray | None) -> bool:
         if kept is not None:
             self._read(kept)
         return kept is not None
 
+    def _sifted(self, changes: Changes) -> Changes:
+        """Those that look best to the tightest sets alone."""
+        if len(changes.x_B) <= FINALISTS:
+            return changes
+        tightest_KC = np.argsort(-self.bound_KC, axis=1, kind="stable")[:, :TIGHTEST]
+        price_B = self._prices(changes, np.unique(tightest_KC))
+        return changes.of(np.argsort(price_B, kind="stable")[:FINALISTS])
+
     def _guesses(self, tries: int) -> Changes:
         """At random, those left out that cannot be."""
-        x_B, y_B = self.rng.integers(len(self.rank_X), size=(2, tries))
-        put_B, kind_B = self.rng.integers(len(self.mask_E) - 1, size=tries), self.rng.integers(3, size=tries)
-        holds_EP, replicas_E = self.holds_EP, self.holds_EP.sum(1)
+        draw_4B = self.rng.random((4, tries))
+        kind_B = (3 * draw_4B[0]).astype(np.int64)
+        x_B, y_B = (len(self.rank_X) * draw_4B[1:3]).astype(np.int64)
+        put_B = ((len(self.mask_E) - 1) * draw_4B[3]).astype(np.int64)
+        holds_EP, replicas_E = self.holds_EP, self.replicas_E
+        self._guide(kind_B, x_B, y_B, put_B)
         p_B, q_B = self.rank_X[x_B], self.rank_X[y_B]
         mine_B, theirs_B = self.expert_X[x_B], self.expert_X[y_B]
         crosses_B = (p_B != q_B) & (mine_B != theirs_B) & (holds_EP[mine_B, q_B] == 0)
-        comes_B = holds_EP[put_B, p_B] == 0
+        comes_B, alone_B = holds_EP[put_B, p_B] == 0, replicas_E[mine_B] == 1
         exchange_B = (kind_B == 0) & crosses_B & (holds_EP[theirs_B, p_B] == 0)
-        spare_B = (kind_B == 1) & comes_B & (replicas_E[mine_B] != 1)
-        displace_B = (kind_B == 2) & comes_B & crosses_B & (replicas_E[mine_B] == 1)
+        spare_B = (kind_B == 1) & comes_B & ~alone_B
+        displace_B = (kind_B == 2) & comes_B & crosses_B & alone_B
         displace_B &= (replicas_E[theirs_B] != 1) & (theirs_B != put_B)
         at = np.flatnonzero(exchange_B | spare_B | displace_B)
         return self._changes(x_B[at], y_B[at], put_B[at], exchange_B[at], spare_B[at])
+
+    def _guide(self, kind_B: np.ndarray, x_B: np.ndarray, y_B: np.ndarray, put_B: np.ndarray) -> None:
+        """Let most of them take an expert out of the set that is tightest for one of the loads."""
+        tight = int(self.bound_KC[self.rng.integers(len(self.bound_KC))].argmax())
+        confined = np.flatnonzero((self.inside_EC[self.expert_X, tight] > 0) & (self.expert_X != EMPTY))
+        outside = np.flatnonzero((self.set_C[tight] & self.bit_X) == 0)
+        spare = np.flatnonzero(self.replicas_E[self.expert_X] != 1)
+        if not len(confined) or not len(outside):
+            return
+        guided = int(GUIDED * len(kind_B))
+        swaps = kind_B[:guided] == 0
+        draw_3B = self.rng.random((3, guided))
+        from_B, to_B = _drawn(confined, draw_3B[0]), _drawn(outside, draw_3B[1])
+        free_B = _drawn(spare, draw_3B[2]) if len(spare) else to_B
+        x_B[:guided] = np.where(swaps, from_B, to_B)
+        y_B[:guided] = np.where(swaps, to_B, free_B)
+        put_B[:guided] = self.expert_X[from_B]
 
     def _changes(
         self, x_B: np.ndarray, y_B: np.ndarray, put_B: np.ndarray, exchange_B: np.ndarray, spare_B: np.ndarray
@@ -242,12 +295,14 @@ class Walk:
             copies_B=lacks_EP[put_B, p_B] - lacks_EP[mine_B, p_B] + to_q_B,
         )
 
-    def _prices(self, changes: Changes) -> np.ndarray:
-        """What the table costs after each change."""
+    def _prices(self, changes: Changes, sets: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """What the table costs after each change, by all sets or some of them."""
         mask_B3 = self.mask_E[changes.expert_B3] ^ changes.toggle_B3
-        change_B3C = ((mask_B3[..., None] & ~self.set_C) == 0) - self.inside_EC[changes.expert_B3]
+        change_B3C = ((mask_B3[..., None] & ~self.set_C[sets]) == 0) - self.inside_EC[:, sets][
+            changes.expert_B3
+        ]
         load_BK3 = self.load_KE.T[changes.expert_B3].transpose(0, 2, 1)
-        bound_BKC = self.bound_KC + load_BK3 @ (change_B3C * self.scale_C)
+        bound_BKC = self.bound_KC[:, sets] + load_BK3 @ (change_B3C * self.scale_C[sets])
         found: np.ndarray = bound_BKC.max(2).mean(1) + self.copy_price * (self.copies + changes.copies_B)
         return found
 
@@ -262,6 +317,11 @@ class Walk:
         """Whoever pours it brings primaries home (`Draft.of`)."""
         rows = [self.expert_X[self.rank_X == rank] for rank in range(len(self.bit_P))]
         return Placement(tuple(tuple(row.tolist()) for row in rows))
+
+
+def _drawn(places: np.ndarray, draw_B: np.ndarray) -> np.ndarray:
+    found: np.ndarray = places[(len(places) * draw_B).astype(np.int64)]
+    return found
 
 
 def tight_ranks(draft: Draft, pool: Pool) -> int:

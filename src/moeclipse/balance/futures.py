@@ -24,7 +24,7 @@ import numpy as np
 
 from moeclipse.balance.split import sweep
 
-PAIRS, POURED = 4, 200
+PAIRS, POURED = 2, 200
 """Pairs of futures: fewer where there are many experts, so that plans keep to their time."""
 
 LEAST = 0.1

@@ -248,9 +248,13 @@ def score(
     current: Placement | None = None,
     node_P: Sequence[int] | None = None,
     expected_E: np.ndarray | None = None,
+    table: ReplicaTable | None = None,
 ) -> Score:
-    """The cost of a step with these counts; `expected_E` are the loads that the plan was made for."""
-    table = ReplicaTable.of(placement, expected_E)
+    """The cost of a step with these counts; `expected_E` are the loads that the plan was made for.
+
+    `table`: that of both, if it is known already.
+    """
+    table = table or ReplicaTable.of(placement, expected_E)
     split = split_rows(counts_PE, table, node_P)
     node_P = tuple(node_P if node_P is not None else [0] * placement.num_ranks)
     nodes = np.asarray(node_P)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeclipse.balance.bottlenecks import steadied
+from moeclipse.balance.bottlenecks import steadied, steadies
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.drift import UNKNOWN
 from moeclipse.balance.incremental import improved
@@ -50,6 +50,10 @@ FEWEST_MOVES = 8
 
 FEW_TRIES, CLEAN_TRIES, MOST_TRIES = 4_500_000, 1_500_000, 300
 """Of a search, times the square of its slots: work is counted, never timed, so that plans repeat."""
+MANY_LEAVE = 0.2
+"""Part of all rows that might stay on their rank and do not: sets of ranks know nothing of wires."""
+POLISH_TRIES, LEAST_POLISH = 70_000, 30
+"""Behind a search by sets of ranks: what is left are wires, and copies that carry little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,22 +142,41 @@ def incremental(config: PlanConfig, problem: PlanProblem) -> Placement:
 
 
 def search_tier(config: PlanConfig, offers: Offers) -> None:
-    """A few moves from what holds now, and the best of all clean tables where that is clearly cheaper."""
+    """What holds now, changed a little, and the best of all clean tables where that is clearly cheaper."""
     problem, rough = offers.problem, offers.now.balance < ROUGH
     large = problem.num_slots > SMALL
+    by_sets = not large and steadies(problem)
+    leaving = problem.could_stay - (1 - offers.now.sent_share)
+    if by_sets and problem.num_nodes == 1 and leaving < MANY_LEAVE:
+        search_by_sets(config, offers, rough)
+        return
     if not (large and rough):
         offers.offer(few_moves(config, problem))
     worth = config.min_gain if rough else max(config.min_gain, problem.turnover)
     if (rough or not large) and offers.can_win(worth):
-        greedy = plan_greedy(problem.load_E, problem.tier)
-        price = offers.offer(greedy, yardstick=rough)
-        offers.offer(clean_table(problem, greedy, price))
-    best = None if large else packed(offers.table, problem.tier)
+        start, tries = clean_start(offers, rough), tries_for(problem.tier, CLEAN_TRIES)
+        offers.offer(improved(start, problem.num_slots, tries).placement())
+    best = packed(offers.table, problem.tier) if by_sets else None
     if best is not None:
-        start = Draft.of(best, problem)
-        steady = steadied(start)
-        if steady is not start:
-            offers.offer(steady.placement())
+        offers.offer(steadied(Draft.of(best, problem)).placement())
+
+
+def search_by_sets(config: PlanConfig, offers: Offers, rough: bool) -> None:
+    """The same where rows are most of a step: from a clean table only if what holds now is far from even."""
+    problem, starts = offers.problem, []
+    now = packed(offers.table, problem.tier)
+    if now is not None:
+        starts.append(Draft.of(now, problem))
+    if rough and offers.can_win(config.min_gain):
+        starts.append(clean_start(offers, rough))
+    if starts:
+        found = steadied(min(starts, key=lambda draft: draft.seconds))
+        tries = max(tries_for(problem.tier, POLISH_TRIES), LEAST_POLISH)
+        offers.offer(improved(found, moves_of(config, problem), tries).placement())
+
+
+def moves_of(config: PlanConfig, problem: PlanProblem) -> int:
+    return max(round(config.max_moved * problem.num_slots), FEWEST_MOVES)
 
 
 class Offers:
@@ -216,17 +239,17 @@ def few_moves(config: PlanConfig, problem: PlanProblem) -> Placement:
     now = packed(problem.current, problem.tier)
     if now is None:
         return problem.current
-    max_moves = max(round(config.max_moved * problem.num_slots), FEWEST_MOVES)
     start = Draft.of(now, problem)
-    return improved(start, max_moves, tries_for(problem.tier, FEW_TRIES)).placement()
+    return improved(start, moves_of(config, problem), tries_for(problem.tier, FEW_TRIES)).placement()
 
 
-def clean_table(problem: PlanProblem, greedy: Placement, greedy_price: float) -> Placement:
-    """The better of two starts, improved; what a tier gives depends on it alone."""
+def clean_start(offers: Offers, rough: bool) -> Draft:
+    """The better of two tables; what a tier gives depends on it alone."""
+    problem = offers.problem
+    greedy = plan_greedy(problem.load_E, problem.tier)
+    price = offers.offer(greedy, yardstick=rough)
     start = Draft.of(wrap_filled(problem, problem.tier, spare=False), problem)
-    if greedy_price < start.seconds:
-        start = Draft.of(renamed(greedy, problem), problem)
-    return improved(start, problem.num_slots, tries_for(problem.tier, CLEAN_TRIES)).placement()
+    return start if start.seconds <= price else Draft.of(renamed(greedy, problem), problem)
 
 
 def expected_balance(placement: Placement, load_E: np.ndarray) -> float:

@@ -15,6 +15,7 @@ decide which of two equally busy experts moves.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -154,17 +155,17 @@ class PlanProblem:
     def judge(self, placement: Placement) -> Score:
         """What a step costs under a placement, the way there included."""
         args = (placement, self._rows_PE, self.costs)
-        found = score(*args, current=self.current, node_P=self.node_P, expected_E=self.load_E)
+        table = ReplicaTable.of(placement, self.load_E)
+        found = score(*args, current=self.current, node_P=self.node_P, table=table)
         if self.futures:
-            found = replace(found, drift=self._drift_seconds(placement, found.fullest))
+            found = replace(found, drift=self._drift_seconds(table, found.fullest))
         if not self.lends:
             return found
         shadows = lent(*args, calls=self.calls, node_P=self.node_P, expected_E=self.load_E)
         return replace(found, lent=shadows.gain)
 
-    def _drift_seconds(self, placement: Placement, fullest: float) -> float:
+    def _drift_seconds(self, table: ReplicaTable, fullest: float) -> float:
         """What the fullest rank takes longer, on average over the average loads and those that may come."""
-        table = ReplicaTable.of(placement, self.load_E)
         levels = [max(pour(np.array(loads), table)[1]) for loads in self.futures]
         mean = self.costs.row_seconds * sum(levels) / len(levels)
         return max(mean - fullest, 0.0) * len(levels) / (len(levels) + 1)
@@ -179,7 +180,8 @@ class PlanProblem:
 
         Each expert stands somewhere, at best where most of its rows come from. What slots are left over keep
         rows on other ranks, the most there are, as long as that saves more than a replica's gradients cost.
-        Rows that leave cost no more than lending their expert would.
+        Rows that leave cost no more than lending their expert would. The largest expert cannot be spread over
+        more ranks than there are slots for its replicas; one that is lent can.
         """
         costs, num_ranks = self.costs, self.num_ranks
         bytes_per_s = max(costs.near_bandwidth, costs.far_bandwidth)
@@ -196,8 +198,25 @@ class PlanProblem:
         by_replicas = float(np.maximum(most - self.copy_seconds, 0.0).sum())
         by_replicas = max(by_replicas - num_ranks * costs.replicas_seconds, 0.0)
         working = num_ranks if self.lends else sum(count > 0 for count in self.slots_P)
-        rows = costs.row_seconds * float(self.load_E.sum()) / working
+        fullest = float(self.load_E.sum()) / working
+        if not self.lends:
+            fullest = max(fullest, largest_part(self.loads, max(spare, 0), working))
+        rows = costs.row_seconds * fullest
         return rows + (float(saved_PE.sum()) - at_home - by_replicas) / num_ranks
+
+    @cached_property
+    def could_stay(self) -> float:
+        """Part of the rows that need not leave their rank, at most.
+
+        Each expert stands somewhere, at best where most of its rows come from; what slots are left over keep
+        the largest of all other counts.
+        """
+        slots = sum(min(count, self.num_experts) for count in self.tier)
+        home_E = self.counts_PE.argmax(0)
+        rest_PE = self.counts_PE.copy()
+        rest_PE[home_E, np.arange(self.num_experts)] = 0
+        spare = -np.sort(-rest_PE, axis=None)[: slots - self.num_experts]
+        return float(self.counts_PE.max(0).sum() + spare.sum()) / float(self.counts_PE.sum())
 
     @cached_property
     def tiers(self) -> tuple[tuple[int, ...], ...]:
@@ -210,6 +229,18 @@ class PlanProblem:
         rows = [tuple(min(count, size) for count in self.slots_P) for size in range(1, most + 1)]
         enough = [row for row in rows if sum(row) >= self.num_experts]
         return tuple(enough if self.num_experts * len(enough) <= EXPERTS_IN_TIERS else enough[-1:])
+
+
+def largest_part(loads: Sequence[float], spare: int, most: int) -> float:
+    """Of any expert on one of its ranks, at least: with so many further replicas, at most so many of each."""
+    parts = [(-load, expert, 1) for expert, load in enumerate(loads)]
+    heapq.heapify(parts)
+    for _ in range(spare):
+        _, expert, replicas = parts[0]
+        if replicas >= most:
+            break
+        heapq.heapreplace(parts, (-loads[expert] / (replicas + 1), expert, replicas + 1))
+    return -parts[0][0]
 
 
 def fitted(placement: Placement, slots_P: Sequence[int]) -> Placement:
