@@ -18,7 +18,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.tokens import Structure
 from moeclipse.moe.tune import probe, stopwatch
-from moeclipse.moe.tune.probe import BYTES, ROWS, Probe, measure
+from moeclipse.moe.tune.probe import BYTES, ROWS, ExpertSizes, Probe, measure
 from moeclipse.moe.tune.stopwatch import MORE, REPEATS, Timing, timing_of
 from moeclipse.testing.run_ranks import run_ranks
 from probed import PROBE
@@ -202,3 +202,9 @@ def test_what_trials_cannot_tell_is_unknown_and_nothing_is_chosen_by_it(kind: st
 def test_what_is_lent_wins_more_than_figures_may_be_off_by() -> None:
     assert PROBE.shadow_costs(overlap=1.0).min_gain == MIN_GAIN
     assert replace(PROBE, doubt=0.3).shadow_costs(overlap=1.0).min_gain == 0.3
+
+
+def test_sizes_are_written_as_they_are_read_back() -> None:
+    """Who repeats choices that a file holds writes the same file again."""
+    sizes = ExpertSizes(row_bytes=64, parameters=9, weight_dtype=torch.bfloat16, held=1).as_bytes()
+    assert [repr(value) for value in sizes.values()] == ["64.0", "18.0", "36.0"]

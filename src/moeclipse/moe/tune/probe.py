@@ -193,10 +193,11 @@ class ExpertSizes:
         )
 
     def as_bytes(self) -> SizesInBytes:
+        # As they are read back from a file of choices: who repeats these writes the same text.
         return {
-            "row_bytes": self.row_bytes,
-            "parameter_bytes": self.parameters * self.weight_dtype.itemsize,
-            "gradient_bytes": self.parameters * WIDE[self.weight_dtype].itemsize,
+            "row_bytes": float(self.row_bytes),
+            "parameter_bytes": float(self.parameters * self.weight_dtype.itemsize),
+            "gradient_bytes": float(self.parameters * WIDE[self.weight_dtype].itemsize),
         }
 
 
