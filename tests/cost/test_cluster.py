@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.cost.cluster import CLUSTERS, ExpertChoice, cluster, cluster_from
+from moeclipse.cost.cluster import CLUSTERS, ExpertChoice, cluster, cluster_at, cluster_from
 
 H100 = CLUSTERS["h100"]
 
@@ -108,3 +108,13 @@ def test_a_cluster_from_a_table() -> None:
 def test_a_wrong_table_is_one_sentence(table: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cluster_from(table, "c")
+
+
+def test_a_file_says_what_the_host_has_room_for() -> None:
+    assert cluster_from({"device": "h100"}, "mine").host_memory == cluster("h100").host_memory > 0
+    assert cluster_from({"device": "h100", "host_memory": 0}, "mine").host_memory == 0
+    for wrong in (-1, True, "much", float("inf")):
+        with pytest.raises(ConfigError, match=r"mine: host_memory \(.*\) must be a number of bytes"):
+            cluster_from({"device": "h100", "host_memory": wrong}, "mine")
+    with pytest.raises(ConfigError, match=r"or give a TOML file, which moeclipse measure -o FILE writes"):
+        cluster_at("measured")
