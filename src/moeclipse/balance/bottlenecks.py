@@ -43,7 +43,7 @@ TIGHTEST = 2
 """Sets for each load that guesses are sifted by."""
 WIDENED = 4
 """Ranks that a tight set may gain or lose before the table changes again."""
-POURS = 3
+POURS = 20
 FEWEST_BATCHES, BATCHES, BATCHES_FOR = 8, 24, 2
 """A change is the best of a batch: of a search so many, more for each spare slot, up to all."""
 PATIENCE = 12
