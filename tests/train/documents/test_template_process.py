@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 from typing import Any, BinaryIO
@@ -11,7 +12,14 @@ import pytest
 from moeclipse.core.errors import DataError
 from moeclipse.train.documents import template_process
 from moeclipse.train.documents.chat import ChatTemplate
-from moeclipse.train.documents.template_process import TOGETHER, Refused, TemplateProcess, tried, write
+from moeclipse.train.documents.template_process import (
+    TOGETHER,
+    Refused,
+    TemplateProcess,
+    answer,
+    tried,
+    write,
+)
 
 SAID, OTHER = ([{"role": "user", "content": letter}] for letter in "ab")
 LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -96,3 +104,22 @@ def test_what_templates_see_and_say() -> None:
     kept: Any = process._process
     del process
     assert kept.poll() is not None, "it ends with its owner"
+
+
+class FullPipe(io.BytesIO):
+    """Takes what a pipe holds; then no memory is left to go on."""
+
+    def write(self, data: Any) -> int:
+        taken = super().write(bytes(data)[:64])
+        if len(data) > taken:
+            raise MemoryError
+        return taken
+
+
+def test_a_reply_that_breaks_off_is_the_last_one() -> None:
+    """Another behind its half was read as the rest of it: a traceback about UTF-8."""
+    pipe = FullPipe()
+    with pytest.raises(MemoryError):
+        answer(pipe, [{"text": 100 * "a"}])
+    told = json.dumps([{"text": 100 * "a"}]).encode()
+    assert pipe.getvalue() == len(told).to_bytes(8, "little") + told[:64]

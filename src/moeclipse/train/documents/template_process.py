@@ -196,12 +196,12 @@ def tried(work: Callable[[Any], Any], asked: Any) -> Any:
 
 
 def answer(target: BinaryIO, replies: list[Reply]) -> None:
+    """Where memory ends while a reply is on its way the process ends: behind a part nothing could be told."""
     try:
-        write(target, json.dumps(replies).encode())
+        data = json.dumps(replies).encode()
     except MemoryError:
-        write(
-            target, json.dumps([*replies[:-1], {"error": f"it took more than {MEMORY >> 20} MiB"}]).encode()
-        )
+        data = json.dumps([*replies[:-1], {"error": f"it took more than {MEMORY >> 20} MiB"}]).encode()
+    write(target, data)
 
 
 def renderer(text: str, specials: dict[str, str]) -> Callable[[Any], str]:
@@ -248,7 +248,8 @@ def compiled(text: str) -> Any:
 
 
 def write(file: BinaryIO | Any, data: bytes) -> None:
-    file.write(len(data).to_bytes(8, "little") + data)
+    file.write(len(data).to_bytes(8, "little"))
+    file.write(data)
     file.flush()
 
 
