@@ -2,14 +2,18 @@
 
 `put_in(folder)` writes a `sitecustomize.py` that makes this file `moeclipse.train.run.trainer` in every
 Python that has the folder on its path, so real launchers start real ranks that cost no torch. FAKE_TRAINER
-says what happens at step 2 of the first attempt: `ok`, or `EVENT:RANK`.
+says what happens at step 2 of the first attempt: `ok`, or `EVENT:RANK`. torch's agent, which gives ranks half
+a minute to end, gives them an hour: who ends within a test's time was ended by us, however slow the machine.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.abc
+import importlib.util
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,30 @@ if "FAKE_TRAINER" in os.environ:
     sys.path.insert(0, {tests!r})
     import fake_trainer
     sys.modules["moeclipse.train.run.trainer"] = fake_trainer
+    sys.meta_path.insert(0, fake_trainer.PatientAgent())
 """
+AGENT = "torch.distributed.elastic.multiprocessing.api"
+
+
+class PatientAgent(importlib.abc.MetaPathFinder):
+    """Changes the agent's module once it is imported; ranks of this trainer never import it."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if name != AGENT:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def patient(module: Any) -> None:
+            execute(module)
+            assert module.PContext.close.__defaults__ == (None, 30)
+            module.PContext.close.__defaults__ = (None, 3600)
+
+        spec.loader.exec_module = patient  # type: ignore[method-assign]
+        return spec
 
 
 def put_in(folder: Path) -> None:
