@@ -34,7 +34,9 @@ from moeclipse.sim.measure import summarise
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("when", [{}, {"by_layer": True}, {"next_forward": True}], ids=str)
+@pytest.mark.parametrize(
+    "when", [{}, {"by_layer": True}, {"next_forward": True}], ids=("end", "layer", "next")
+)
 def test_every_schedule_is_proved_with_state_on_the_host(name: str, when: dict[str, bool]) -> None:
     for slots in (1, 3):
         program = whole(name, slots=slots, **when)
