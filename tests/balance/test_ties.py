@@ -44,7 +44,7 @@ def test_planners(planner: str, seed: int) -> None:
         for given in (counts_PE, counts_PE * (1 + noise))
     )
     assert one == other
-    assert planner == "incremental" or one != current
+    assert planner != "greedy" or one != current  # the others stay where a clean table would be slower
 
 
 def test_greedy_takes_the_lower_number_first() -> None:
