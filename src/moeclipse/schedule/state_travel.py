@@ -20,6 +20,7 @@ Contract: two lanes, one for each direction of the wire; each has a group of one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -69,8 +70,14 @@ def room_of(sizes: Sequence[float], slots: int) -> float:
     return max(sum(sizes[first + 1 : last]) for first, last in runs)
 
 
-def ring_of(buckets: Sequence[BucketShape], step: StepShape) -> list[Region]:
-    return ring([buckets[number].host_bytes for number in travelling(buckets, step)], step.slots)
+def ring_of(buckets: Sequence[BucketShape], step: StepShape) -> Sequence[Region]:
+    return _kept_ring(tuple(buckets[number].host_bytes for number in travelling(buckets, step)), step.slots)
+
+
+@lru_cache(maxsize=64)
+def _kept_ring(sizes: tuple[float, ...], slots: int) -> tuple[Region, ...]:
+    """Every op of a bucket asks for the whole of it."""
+    return tuple(ring(sizes, slots))
 
 
 def update_order(num_buckets: int, *, next_forward: bool) -> list[int]:
