@@ -13,6 +13,7 @@ The shape of Qwen3-30B-A3B with some of its layers and random weights (or that o
     peft qv         transformers' model with `target_modules`, experts by grouped_mm, fused AdamW
     peft experts    the same with `target_parameters` on both matrices of the experts
 
+`--set 'pipeline.recompute="full"'` runs whole layers again in both (theirs: gradient checkpointing).
 A step ends when its loss is on the host. `busy`, kernels and launches are of one profiled step more.
 """
 
@@ -122,6 +123,8 @@ def peft_step(config: TrainConfig) -> Callable[[], float]:
             theirs, attn_implementation="sdpa", experts_implementation="grouped_mm", dtype=torch.bfloat16
         )
     torch.set_default_dtype(torch.float32)
+    if config.pipeline.recompute == "full":
+        base.gradient_checkpointing_enable({"use_reentrant": False})
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if config.lora.has("experts") else None
     how = LoraConfig(
         r=config.lora.rank,

@@ -8,9 +8,9 @@
 Each way trains in a process of its own, from random weights that are made in place, and prints a row: peak of
 the device (what tensors took, and what all of the process took of it), state on the host, the step, tokens
 per second, how much of the copies was hidden, and what was predicted before anything was built. A step is
-the time from the end of one to the end of the next. Rows of `5b` train the same tokens: whose losses are
-equal to the bit is told behind them. `5b-fsdp` is transformers with torch's offload (`_offloaded.py`). What
-does not fit says so in its row.
+the time from the end of one to the end of the next. Rows of `5b` train the same tokens: whether losses of
+those that clip alike are equal to the bit is told behind them. `5b-fsdp` is transformers with torch's offload
+(`_offloaded.py`). What does not fit says so in its row.
 """
 
 from __future__ import annotations
@@ -178,16 +178,20 @@ def row(found: dict[str, Any]) -> str:
 
 
 def compared(rows: list[dict[str, Any]]) -> list[str]:
-    """Of ways of `5b`: step beside the first, and whether the losses of those by layers are the same bits."""
+    """Of ways of `5b`: step beside the first; losses beside the first that clips alike."""
     ran = [one for one in rows if "failed" not in one and one["way"].startswith("5b")]
     lines = [
         f"{one['way']}: {one['step_ms'] / ran[0]['step_ms']:.3f} x the step of {ran[0]['way']}"
         for one in ran[1:]
     ]
-    by_layer = [one for one in ran if WAYS[one["way"]][1].get("optim.clip") == "layer"]
-    for one in by_layer[1:]:
-        same = one["losses"] == by_layer[0]["losses"]
-        lines.append(f"{one['way']}: losses {'are' if same else 'ARE NOT'} those of {by_layer[0]['way']}")
+    alike: dict[str, dict[str, Any]] = {}
+    for one in ran:
+        if one["way"].endswith("fsdp"):
+            continue
+        first = alike.setdefault(WAYS[one["way"]][1].get("optim.clip", "global"), one)
+        if first is not one:
+            same = "are" if one["losses"] == first["losses"] else "ARE NOT"
+            lines.append(f"{one['way']}: {len(one['losses'])} losses {same} those of {first['way']}")
     return lines
 
 

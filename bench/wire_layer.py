@@ -134,7 +134,7 @@ def step_of(mesh: Mesh, shape: tuple[int, ...], way: str, x_TD: torch.Tensor) ->
         capture.eagerly(step)
     with mesh.recorder.region():
         graph = capture.capture(step)
-    kept = gradient(), leaves, moe  # a graph has addresses alone: what stands there must stay
+    kept = gradient(), step  # a graph has addresses alone: all that `step` reads must stay
 
     def replayed() -> torch.Tensor:
         graph.replay()
