@@ -37,6 +37,8 @@ from moeclipse.ops.rounding import Stretches, random_bytes, round_stochastically
 ByChance = tuple[Stretches, int]
 """What lies where in a shard, and the key of the step."""
 BLOCK = 2048
+STRETCH = 1 << 16
+"""Numbers of a sum that are wide at once where no kernel adds."""
 SQUARES_BLOCKS = 16
 """Blocks of one program of the sum of squares."""
 
@@ -164,7 +166,9 @@ def adam_kernel(
 
 
 def sum_of_squares_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([part.double().square().sum() for part in parts]).sum()
+    """Stretch by stretch: a whole copy in fp64 would take twice the gradients' memory, and be slow to come."""
+    stretches = (stretch.to(torch.float64, copy=True) for part in parts for stretch in part.split(STRETCH))
+    return torch.stack([wide.mul_(wide).sum() for wide in stretches]).sum()
 
 
 def sum_of_squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:
