@@ -10,7 +10,8 @@ import pytest
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import cluster
-from moeclipse.cost.layer_seconds import OURS, REST, UPDATE_BYTES, Seconds, Software, slower
+from moeclipse.cost.kernels import MEASURED_ON_HOPPER
+from moeclipse.cost.layer_seconds import OURS, UPDATE_BYTES, Seconds, Software
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import TrainedLayer
 from moeclipse.plan.layout import Layout
@@ -41,7 +42,7 @@ def step_of(model: Any = QWEN3_30B, software: Software = IDEAL, **layout: Any) -
 @pytest.mark.parametrize("ep", [8, 32])
 def test_a_pair_takes_what_the_layers_of_the_simulator_take(model: Any, ep: int) -> None:
     step = step_of(model, schedule="pp1", microbatches=8, ep=ep, overlap="pair")
-    parts = {"ATTN": slower(step.work.attention(0)), "ROUTE": step.parts["route"]}
+    parts = {"ATTN": step._inside(step.work.attention(0)), "ROUTE": step.parts["route"]}
     parts |= {"SHARED": step.parts["shared"], "MLP": step.parts["experts"]}
     seconds = {f"{name}_{form}": part[i] for name, part in parts.items() for i, form in enumerate("FBW")}
     dispatch, combine = step.work.dispatch(), step.work.combine()
@@ -83,7 +84,7 @@ def test_recompute_runs_forward_again() -> None:
         for again in ("attn", "mlp", "moe", "full")
     }
     step = step_of(ep=8)
-    attention, dispatch = slower(step.work.attention(0)).F, step.work.dispatch()
+    attention, dispatch = step._inside(step.work.attention(0)).F, step.work.dispatch()
     assert more["attn"] == pytest.approx(attention)
     assert more["mlp"] == pytest.approx(step.parts["experts"].F)
     assert more["moe"] == pytest.approx(step.parts["experts"].F + step.parts["route"].F + dispatch)
@@ -105,7 +106,7 @@ def test_what_is_frozen_has_no_weight_gradients() -> None:
     assert 0 < thin.W < plain.W
     packed = step_of(replace(adapted, expert_bits=4.13), ep=8).layers[0]
     decoded = 2.516 * 16 * QWEN3_30B.expert_parameters / (3.35e12 * 0.9)
-    assert pytest.approx(REST * decoded, rel=0.01) == packed.F - thin.F
+    assert pytest.approx(MEASURED_ON_HOPPER.inside * decoded, rel=0.01) == packed.F - thin.F
     assert step_of(frozen, ep=8).end() < 1e-5, "latency alone"
 
 
@@ -152,7 +153,7 @@ def test_every_stage_needs_a_layer() -> None:
 def test_a_schedule_goes_on_as_it_began(schedule: str, stages: int, overlap: str) -> None:
     step = step_of(pp=4, ep=8, schedule=schedule, stages_per_rank=stages, microbatches=48, overlap=overlap)
     found = step.time()
-    makespan, compute, exposed = step._simulated(48, step.busiest(48))
+    makespan, compute, exposed = step._simulated(48, step.busiest([48]))
     assert found.seconds - found.end == pytest.approx(makespan, rel=0.003)
     assert (found.compute, found.exposed) == (pytest.approx(compute), pytest.approx(exposed, rel=0.01))
 
@@ -162,7 +163,7 @@ def test_what_is_exposed_is_of_one_rank() -> None:
     given = {"schedule": "vpp+1", "stages_per_rank": 2, "overlap": "pair", "recompute": "attn"}
     layout = Layout(pp=2, ep=8, microbatches=61, **given)  # type: ignore[arg-type]
     step = Step(Terms(model=QWEN3_30B, cluster=cluster("h100"), sequence=4096, imbalance=1.1), layout)
-    assert [step.busiest(number) for number in (4, 6, 61)] == [0, 1, 1]
+    assert [step.busiest([number]) for number in (4, 6, 61)] == [0, 1, 1]
     assert step.time().exposed == pytest.approx(step._simulated(61, 1)[2], rel=0.03)
 
 
@@ -185,7 +186,17 @@ def test_the_end_sums_updates_and_gathers() -> None:
     gathered = apart.cluster.collective(2.0 * held, 4, 8)
     assert gathered < apart.end() < 4 * gathered
     assert Prices(F=1.0) + Prices(F=2.0, W=1.0) == Prices(F=3.0, W=1.0)
-    assert slower(Seconds(1.0, 2.0, 3.0)) == Seconds(REST, 2 * REST, 3 * REST)
+
+
+def test_kernels_inside_a_step_are_slower_by_what_machine_and_software_say() -> None:
+    plain = step_of(ep=8)
+    known = plain.cluster.constants
+    machine = replace(plain.cluster, constants=replace(known, inside=1.5 * known.inside))
+    terms = replace(plain.terms, cluster=machine, software=replace(IDEAL, slows=2.0))
+    slow = Step(terms, plain.layout)
+    assert slow.parts["experts"] == Seconds(*(pytest.approx(3.0 * part) for part in plain.parts["experts"]))
+    assert slow.layers[0].compute_F == pytest.approx(3.0 * plain.layers[0].compute_F)
+    assert slow.work.dispatch() == plain.work.dispatch(), "links are not kernels"
 
 
 def test_a_layout_says_what_it_is() -> None:

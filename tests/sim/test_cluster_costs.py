@@ -9,7 +9,8 @@ import pytest
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import ExpertChoice, cluster
 from moeclipse.cost.hardware import Link
-from moeclipse.cost.layer_seconds import REST, UPDATE_BYTES, MicrobatchWork
+from moeclipse.cost.kernels import MEASURED_ON_HOPPER
+from moeclipse.cost.layer_seconds import UPDATE_BYTES, MicrobatchWork
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
@@ -26,6 +27,7 @@ MODEL = ModelSizes(
     experts=ExpertChoice(num_experts=16, top_k=4),
 )  # fmt: skip
 SLOW = Link(name="slow", bandwidth=1e9, latency=1e-3, efficiency=1.0, source="made up")
+INSIDE = MEASURED_ON_HOPPER.inside
 MACHINE = replace(cluster("h100"), gpus_per_node=4, far=SLOW)
 LAUNCHES = (
     HostedLaunch(kinds.SIZES_F, kinds.ROUTE_F, "experts", "sizes"),
@@ -62,13 +64,13 @@ def seconds(**axes: int) -> dict[tuple[str, int], float]:
 def test_parts_are_those_of_a_plan() -> None:
     costs, _ = priced(ep=8)
     work, found = costs.work, seconds(ep=8)
-    assert found["ATTN_F", 0] == pytest.approx(REST * work.attention(0).F)
-    assert found["ATTN_B", 1] == pytest.approx(REST * work.attention(1).B)
+    assert found["ATTN_F", 0] == pytest.approx(INSIDE * work.attention(0).F)
+    assert found["ATTN_B", 1] == pytest.approx(INSIDE * work.attention(1).B)
     assert found["ATTN_F", 1] < found["ATTN_F", 0], "a layer with a window sees fewer keys"
-    assert found["MLP_F", 0] == pytest.approx(REST * work.dense().F)
-    assert found["MLP_W", 1] == pytest.approx(REST * work.experts().W)
+    assert found["MLP_F", 0] == pytest.approx(INSIDE * work.dense().F)
+    assert found["MLP_W", 1] == pytest.approx(INSIDE * work.experts().W)
     assert found["MLP_R", 1] == pytest.approx(2 / 3 * found["MLP_F", 1]), "the last of three products"
-    assert found["HEAD_F", 1] == pytest.approx(REST * work.head().F)
+    assert found["HEAD_F", 1] == pytest.approx(INSIDE * work.head().F)
     assert found["DISPATCH_F", 1] == found["COMBINE_B", 1] == pytest.approx(work.dispatch())
     assert found["BUCKET_UPDATE", 0] == pytest.approx(work.kernels.stream(UPDATE_BYTES * 1e6 / 8))
 
@@ -99,7 +101,7 @@ def test_a_chunk_takes_the_time_of_its_rows() -> None:
         for op, time in zip(ops, row, strict=True)
     }
     assert found["DISPATCH_F", 2] == pytest.approx(half.dispatch())
-    assert found["ROUTE_F", 2] == pytest.approx(REST * half.route().F)
+    assert found["ROUTE_F", 2] == pytest.approx(INSIDE * half.route().F)
 
 
 def test_the_host_takes_its_time_for_a_layer() -> None:

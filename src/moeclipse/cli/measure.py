@@ -1,6 +1,6 @@
 """`moeclipse measure`: the machine at hand, or a run, as a file of costs for `plan` and `simulate`.
 
-    moeclipse measure -o costs.toml                       # products, memory, launches, wire: a minute
+    moeclipse measure -o costs.toml                       # products, memory, launches, wire, a step: a minute
     moeclipse measure --run runs/mine -o costs.toml       # from what the steps of a run took
     moeclipse plan my.toml --gpus 8 --device costs.toml
 
@@ -74,16 +74,23 @@ def of_machine(device: str) -> tuple[dict[str, Any], str]:
     """Tables of a cluster file, and what they are."""
     import torch
 
+    from moeclipse.cli.measured_step import kernels_inside, measured_step
+
     devices = 0 if device == "cpu" else torch.cuda.device_count()  # asks the driver, opens nothing
     if device == "cuda" and not devices:
         raise ConfigError("--device cuda: there is no GPU here")
     kind = "cuda" if devices else "cpu"
     wire = measured_wire(kind) if kind == "cpu" or devices > 1 else None
+    seconds = measured_step(kind) if kind == "cpu" else None
     from moeclipse.train.predict.machine import measured_machine
 
     if kind == "cpu":
         torch.set_num_threads(1)
-    tables = measured_machine(torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"), wire)
+    device_here = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
+    tables: dict[str, Any] = measured_machine(device_here, wire)
+    seconds = measured_step(kind) if kind == "cuda" else seconds
+    if seconds is not None:
+        tables["kernels"] |= {"inside": kernels_inside(kind, tables, seconds)}
     name = torch.cuda.get_device_name(0) if kind == "cuda" else "a core of this CPU"
     return tables, f"measured on {name}"
 

@@ -31,10 +31,6 @@ UPDATE_BYTES = 34.0
 the norm and for the update (8), the bf16 weight written (2)."""
 
 
-REST = 1.085
-"""What kernels take inside a step, in what they take alone: fitted on a published step (docs/planning.md)."""
-
-
 class Seconds(NamedTuple):
     """Forward, gradient of inputs, gradient of weights."""
 
@@ -43,9 +39,9 @@ class Seconds(NamedTuple):
     W: float = 0.0
 
 
-def slower(alone: Seconds) -> Seconds:
+def slower(alone: Seconds, by: float) -> Seconds:
     """As inside of a step."""
-    return Seconds(*(REST * part for part in alone))
+    return Seconds(*(by * part for part in alone))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +56,12 @@ class Software:
     source: str
     again: float = 1.0
     """Of experts' forward, what kernels compute a second time where they are recomputed."""
+    slows: float = 1.0
+    """What its kernels take inside a step over what ours do."""
+
+    def inside(self, cluster: Cluster) -> float:
+        """What a kernel takes inside a step over what it takes alone."""
+        return self.slows * cluster.constants.inside
 
     def again_on(self, cluster: Cluster) -> float:
         return 1.0 if cluster.device.name == "cpu" else self.again

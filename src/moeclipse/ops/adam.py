@@ -166,7 +166,7 @@ def adam_kernel(
 
 
 def sum_of_squares_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stretch by stretch: a whole copy in fp64 would take twice the gradients' memory, and be slow to come."""
+    """Stretch by stretch: a whole copy in fp64 would take twice the gradients' memory."""
     stretches = (stretch.to(torch.float64, copy=True) for part in parts for stretch in part.split(STRETCH))
     return torch.stack([wide.mul_(wide).sum() for wide in stretches]).sum()
 

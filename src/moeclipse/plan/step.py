@@ -138,7 +138,7 @@ class Step:
             "dense": work.dense(dense) if not all(moe) else Seconds(),
             "head": work.head(),
         }
-        return {name: slower(part) for name, part in found.items()}
+        return {name: self._inside(part) for name, part in found.items()}
 
     @cached_property
     def layers(self) -> tuple[Prices, ...]:
@@ -152,8 +152,11 @@ class Step:
             found.append(known[key])
         return tuple(found)
 
+    def _inside(self, alone: Seconds) -> Seconds:
+        return slower(alone, self.software.inside(self.cluster))
+
     def _dense(self, layer: int) -> Prices:
-        attn, block = slower(self.work.attention(layer)), slower(self.work.dense(layer))
+        attn, block = self._inside(self.work.attention(layer)), self._inside(self.work.dense(layer))
         again = self.layout.recompute
         more = (attn.F if again in ("attn", "full") else 0) + (
             block.F if again in ("mlp", "moe", "full") else 0
@@ -165,7 +168,7 @@ class Step:
     def _moe(self, layer: int) -> Prices:
         work = self.work
         alone = (work.attention(layer), work.route(layer), work.shared(layer), work.experts(layer))
-        attn, route, shared, mlp = map(slower, alone)
+        attn, route, shared, mlp = map(self._inside, alone)
         dispatch, combine = self.work.dispatch(), self.work.combine()
         F, W = (sum(part[form] for part in (attn, route, shared, mlp)) for form in (0, 2))
         again, experts = self.layout.recompute, self.software.again_on(self.cluster) * mlp.F
@@ -226,7 +229,7 @@ class Step:
         else:  # the schedule goes on as between these two
             share = (layout.microbatches - more) / (more - few)
             numbers, weights = [few, more], [-share, 1 + share]
-        rank = self.busiest(numbers[-1])  # the same for both: a line through two ranks is none of them
+        rank = self.busiest(numbers, weights)  # the same for both: a line through two ranks is none of them
         found = sum(
             weight * np.array(self._simulated(number, rank))
             for number, weight in zip(numbers, weights, strict=True)
@@ -242,9 +245,10 @@ class Step:
             end=end,
         )
 
-    def busiest(self, microbatches: int) -> int:
-        seconds, _ = self.durations(self.program(microbatches))
-        return max(range(len(seconds)), key=lambda rank: sum(seconds[rank]))
+    def busiest(self, microbatches: Sequence[int], weights: Sequence[float] = (1.0,)) -> int:
+        """Of the whole step: with few microbatches another rank may be."""
+        of_ranks = [[sum(row) for row in self.durations(self.program(number))[0]] for number in microbatches]
+        return int(np.argmax(np.asarray(weights) @ np.asarray(of_ranks)))
 
     def _simulated(self, microbatches: int, rank: int) -> tuple[float, float, float]:
         """(makespan, compute and exposed of a rank)."""

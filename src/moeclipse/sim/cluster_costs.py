@@ -135,7 +135,7 @@ class ClusterCosts:
                 Part.MLP: lambda: work.experts(number) if moe else work.dense(number),
                 Part.HEAD: work.head,
             }[part]()
-            self._parts[key] = slower(alone)
+            self._parts[key] = slower(alone, self.software.inside(self.cluster))
         return self._parts[key]
 
     def _chunk(self, chunks: int) -> MicrobatchWork:

@@ -143,10 +143,10 @@ def test_where_nothing_fits_ways_out_are_told() -> None:
 @pytest.mark.parametrize(
     ("preset", "microbatches", "measured_s", "of_it", "measured_gib", "of_them"),
     [
-        ("5b", 1, 0.155, 1.10, 95.7, 1.04),
-        ("5b", 4, 0.180, 1.10, 87.5, 1.02),
-        ("olmoe-12l", 1, 0.238, 1.13, 104.1, 1.06),
-        ("olmoe-12l", 4, 0.260, 1.14, 92.7, 1.03),
+        ("5b", 1, 0.155, 1.06, 95.7, 1.04),
+        ("5b", 4, 0.180, 1.06, 87.5, 1.02),
+        ("olmoe-12l", 1, 0.238, 1.09, 104.1, 1.06),
+        ("olmoe-12l", 4, 0.260, 1.10, 92.7, 1.03),
     ],
 )
 def test_our_own_steps_are_as_the_page_says(
@@ -178,7 +178,7 @@ def asked(config: TrainConfig, gpus: int, batch: int) -> Request:
 
 @pytest.mark.parametrize(
     ("master", "batch", "measured_s", "of_it"),
-    [("none", 8, 2.258, 1.02), ("none", 16, 4.306, 1.04), ("low-bits", 16, 4.507, 1.0)],
+    [("none", 8, 2.258, 0.98), ("none", 16, 4.306, 1.0), ("low-bits", 16, 4.507, 0.96)],
 )
 def test_thirty_billion_parameters_on_one_gpu_are_planned_as_they_ran(
     tmp_path: Path, master: str, batch: int, measured_s: float, of_it: float

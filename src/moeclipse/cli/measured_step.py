@@ -1,0 +1,113 @@
+"""How much slower kernels are inside a training step than alone: a small step of ours, beside its prediction.
+
+A step has work that no price is of (views, masks, Python between two kernels), caches are cold in it, and on
+CPUs other ranks use the same memory: two ranks measure at once there. The model is of no use but this.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from moeclipse.cli.simulate_run import bytes_of
+from moeclipse.cli.two_ranks import Answer, ask_two_ranks
+from moeclipse.core.config import with_values
+from moeclipse.core.outside import parse_json
+from moeclipse.cost.cluster import cluster_from
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.run_step import RunStep
+from moeclipse.train.predict.step_sizes import cluster_costs
+
+WARM, TIMED = 3, 5
+PATIENCE_S = 120.0
+COMMON = {
+    "data.files": (__file__,),
+    "moe.shadow": "off",
+    "placement.planner": "static",
+    "pipeline.overlap": "off",
+    "pipeline.recompute": "off",
+    "parallel.peer": "off",
+    "optim.accumulate": 2,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "model.num_layers": 2,
+        "model.d_model": 192,
+        "model.num_heads": 3,
+        "model.num_kv_heads": 3,
+        "model.head_dim": 64,
+        "model.vocab_size": 1024,
+        "model.dtype": "float32",
+        "moe.num_experts": 16,
+        "moe.d_ff": 384,
+        "gate.top_k": 2,
+        "data.seq_len": 256,
+        "data.batch_size": 4,
+    },
+    "cuda": {
+        "model.num_layers": 4,
+        "model.d_model": 1024,
+        "model.num_heads": 16,
+        "model.num_kv_heads": 4,
+        "model.head_dim": 64,
+        "model.vocab_size": 16384,
+        "model.dtype": "bfloat16",
+        "moe.num_experts": 64,
+        "moe.d_ff": 512,
+        "gate.top_k": 4,
+        "data.seq_len": 1024,
+        "data.batch_size": 16,
+    },
+}
+
+
+def measured_config(kind: str) -> TrainConfig:
+    return with_values(TrainConfig(), {**COMMON, **SHAPES[kind]})
+
+
+def measured_step(kind: str) -> float | None:
+    """Seconds of its step here; None where it could not run. On CPUs it forks: it must come first."""
+    if kind == "cuda":
+        return _step_seconds(kind)
+    yes, text = ask_two_ranks(_of_a_rank, PATIENCE_S)
+    return float(parse_json(text)) if yes else None
+
+
+def _of_a_rank(_rank: int, _folder: str) -> Answer:
+    import torch
+
+    torch.set_num_threads(1)
+    return True, json.dumps(_step_seconds("cpu"))
+
+
+def _step_seconds(kind: str) -> float:
+    from moeclipse.comm.mesh import Mesh
+    from moeclipse.train.step.learner import Learner
+
+    learner = Learner(measured_config(kind), Mesh.single(kind))
+    return 1e-3 * statistics.median([learner.step(step)["step_ms"] for step in range(WARM + TIMED)][WARM:])
+
+
+def predicted_step(kind: str, tables: Mapping[str, Any], inside: float = 1.0) -> float:
+    """Seconds, where kernels take `inside` times what they take alone."""
+    config = measured_config(kind)
+    machine = cluster_from(
+        {**tables, "kernels": {**tables.get("kernels", {}), "inside": inside}}, "this machine"
+    )
+    run = RunStep(
+        config=config,
+        dp=1,
+        ep=1,
+        costs=None,
+        step_costs=cluster_costs(config, machine, (1, 1), 1.0),
+        bytes=bytes_of(config, machine, (1, 1), 1.0),
+    )
+    return run.answer(config.pipeline.schedule).summary.makespan
+
+
+def kernels_inside(kind: str, tables: Mapping[str, Any], seconds: float) -> float:
+    """So that `seconds` are predicted; never less than half of what kernels take alone."""
+    once, twice = (predicted_step(kind, tables, inside) for inside in (1.0, 2.0))
+    return max(1.0 + (seconds - once) / (twice - once), 0.5)

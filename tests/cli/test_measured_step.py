@@ -1,0 +1,54 @@
+"""Kernels inside a step: what is found makes the prediction the measured step, and is part of the file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeclipse.cli import measured_step
+from moeclipse.cli.measure import of_machine
+from moeclipse.cli.measured_step import SHAPES, kernels_inside, measured_config, predicted_step
+from moeclipse.cost.cluster import cluster, cluster_at
+from moeclipse.train.predict import machine
+from moeclipse.train.predict.machine import as_toml
+
+KNOWN = {"cpu": "cpu", "cuda": "h200"}
+
+
+def tables(kind: str) -> dict[str, Any]:
+    return {"device": KNOWN[kind], "kernels": {"stream": asdict(cluster(KNOWN[kind]).constants)["stream"]}}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("times", [0.8, 1.3, 3.0])
+def test_the_measured_step_is_predicted_with_what_was_found(kind: str, times: float) -> None:
+    seconds = times * predicted_step(kind, tables(kind))
+    inside = kernels_inside(kind, tables(kind), seconds)
+    assert (inside - 1.0) * (times - 1.0) > 0
+    assert predicted_step(kind, tables(kind), inside) == pytest.approx(seconds, rel=0.01)
+
+
+def test_kernels_take_no_less_than_half() -> None:
+    assert kernels_inside("cpu", tables("cpu"), 1e-9) == 0.5
+
+
+def test_a_step_of_two_ranks_at_once_enters_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = {"model.d_model": 48, "model.num_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 48}
+    monkeypatch.setitem(SHAPES, "cpu", {**SHAPES["cpu"], **small, "moe.d_ff": 16, "data.seq_len": 16})
+    monkeypatch.setattr(measured_step, "TIMED", 1)
+    monkeypatch.setattr(machine, "REPEATS", 1)
+    monkeypatch.setitem(machine.COPIED, "cpu", 1 << 20)
+    assert measured_config("cpu").model.d_model == 48
+    found, _ = of_machine("cpu")
+    file = tmp_path / "costs.toml"
+    file.write_text(as_toml(found, "measured here"))
+    assert cluster_at(str(file)).constants.inside == pytest.approx(found["kernels"]["inside"], rel=1e-4)
+    assert found["kernels"]["inside"] != 1.0
+
+
+def test_without_ranks_the_file_says_nothing_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_step, "ask_two_ranks", lambda *_: (False, "no fork"))
+    assert measured_step.measured_step("cpu") is None
