@@ -16,6 +16,8 @@ from moeclipse.comm.transports.two_level import TwoLevelTransport
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
+from moeclipse.moe.tune import cut_choice
+from moeclipse.moe.tune.granularity import partitions_to_try
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
 GATE = GateConfig(top_k=3, z_loss=0.1)
@@ -85,6 +87,20 @@ def test_a_layer_in_two_levels(hosts: list[int], exchange: str) -> None:
     results = run_ranks(len(hosts), on_hosts, hosts, EXCHANGES[exchange])
     reference = run_alone(run, GATE, 8, 1, [sum(SIZES[: len(hosts)])])
     compare(results, reference, 1, len(hosts))
+
+
+def in_merged_hosts(mesh: Mesh, hosts: tuple[int, ...]) -> dict:
+    mesh.hosts = hosts
+    groups = partitions_to_try("auto", hosts)[1]
+    assert groups == ((0, 1, 4), (2, 3))
+    cut_choice.start_groups = lambda *_: groups
+    return run(mesh, GATE, 8, 1, SIZES[: mesh.num_ranks], {"exchange": EXCHANGES["smart"]})
+
+
+def test_groups_of_several_hosts_that_are_no_neighbours() -> None:
+    hosts = (0, 1, 2, 3, 0)
+    reference = run_alone(run, GATE, 8, 1, [sum(SIZES[: len(hosts)])])
+    compare(run_ranks(len(hosts), in_merged_hosts, hosts), reference, 1, len(hosts))
 
 
 def ragged(mesh: Mesh) -> str:

@@ -29,6 +29,26 @@ def test_near_links_carry_the_own_group_alone() -> None:
     assert spent["C_F@0"] == pytest.approx(2 + 14 * 0.5)
 
 
+def test_a_group_of_several_hosts_uses_both_links() -> None:
+    """One step around two hosts of two ranks: near rows and far rows one after the other."""
+    costs = ExchangeCosts(
+        row_bytes=10,
+        near_bandwidth=100,
+        far_bandwidth=10,
+        row_seconds=0.5,
+        latency=1,
+        far_latency=3,
+        hosts=(0, 0, 1, 1),
+    )
+    merged, cut = smart(exchange_shape(4, group_size=4)), smart(exchange_shape(4, group_size=2))
+    first = [exchange_durations(program, [[7, 3, 2, 1]] * 4, costs)[0][0] for program in (merged, cut)]
+    assert str(merged.ranks[0][0]) == str(cut.ranks[0][0]) == "S_F@0"
+    assert first[0] == pytest.approx(3 + 7 * 10 / 100 + 14 * 10 / 10)
+    assert first[1] == pytest.approx(1 + 7 * 10 / 100)
+    with pytest.raises(ScheduleError, match="hosts of 4 ranks, but 2 exchange"):
+        exchange_durations(smart(exchange_shape(2)), [[1, 1], [1, 1]], costs)
+
+
 def test_rows_are_counted_once() -> None:
     """Over all steps: sent = received, and computed = what arrived and what stayed."""
     counts = np.random.default_rng(3).integers(0, 100, (6, 12))

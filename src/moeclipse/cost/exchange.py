@@ -1,6 +1,7 @@
 """What the exchange of one MoE layer costs: rows on two kinds of links, rows through experts, parameters.
 
-Ranks of one group are near, all others far. Every op has a fixed part, so finer cuts are not free.
+Ranks of one group are near, all others far, unless `hosts` says who is near whom: then a group may span
+several. Every op has a fixed part, so finer cuts are not free.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class ExchangeCosts:
     launch: float = 0.0
     """Host time per op."""
     inline_compute: bool = False
+    hosts: tuple[int, ...] = ()
+    """Of each rank; empty: each group is one."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -50,6 +53,11 @@ class ExchangeCosts:
     def transfer(self, rows: float, near: bool) -> float:
         bandwidth = self.near_bandwidth if near else self.far_bandwidth
         return self._latency(near) + rows * self.row_bytes / bandwidth
+
+    def transfer_both(self, near_rows: float, far_rows: float, crosses: bool) -> float:
+        """One op over both kinds of links, one after the other, as planners price them."""
+        rows_s = near_rows / self.near_bandwidth + far_rows / self.far_bandwidth
+        return self._latency(near=not crosses) + rows_s * self.row_bytes
 
     def _latency(self, near: bool) -> float:
         return self.latency if near or self.far_latency is None else self.far_latency

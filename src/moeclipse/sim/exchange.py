@@ -46,24 +46,42 @@ class _Rows:
         travelling = table - self.kept
         self.sent = travelling.reshape(P, P, shape.experts_per_rank)  # (from, to, local expert)
 
-    def moved(self, rank: int, op: Op) -> tuple[float, float, float]:
-        """(rows sent, rows received, rows computed) of one event; a rank's own rows do not travel."""
+    def computed(self, rank: int, op: Op) -> float:
+        """Rows through experts of one event."""
         assert op.step is not None
-        experts = slice(None) if op.expert is None else op.expert
+        return self._between(list(self.shape.receive_from(rank, op.step)), [rank], op)
+
+    def wire_seconds(self, rank: int, op: Op, costs: ExchangeCosts) -> float:
+        """Of one event's rows, sent or received, whichever takes longer; a rank's own do not travel."""
+        assert op.step is not None
         out = [p for p in self.shape.send_to(rank, op.step) if p != rank]
-        source = list(self.shape.receive_from(rank, op.step))
-        away = [p for p in source if p != rank]
-        return (
-            float(self.sent[rank, out][:, experts].sum()) / op.chunks,
-            float(self.sent[away, rank][:, experts].sum()) / op.chunks,
-            float(self.sent[source, rank][:, experts].sum()) / op.chunks,
+        away = [p for p in self.shape.receive_from(rank, op.step) if p != rank]
+        if not costs.hosts:
+            busiest = max(self._between([rank], out, op), self._between(away, [rank], op))
+            return costs.transfer(busiest, near=op.step == 0)
+        near, far = (
+            max(
+                self._between([rank], [p for p in out if (costs.hosts[p] == costs.hosts[rank]) is here], op),
+                self._between([p for p in away if (costs.hosts[p] == costs.hosts[rank]) is here], [rank], op),
+            )
+            for here in (True, False)
         )
+        crosses = any(costs.hosts[p] != costs.hosts[rank] for p in (*out, *away))
+        return costs.transfer_both(near, far, crosses)
+
+    def _between(self, senders: list[int], receivers: list[int], op: Op) -> float:
+        experts = slice(None) if op.expert is None else op.expert
+        return float(self.sent[np.ix_(senders, receivers)][..., experts].sum()) / op.chunks
 
 
 def exchange_durations(program: Program, counts: Counts, costs: ExchangeCosts) -> list[list[float]]:
     """Per rank, per op; dX costs as much as forward, and so does dW."""
     shape = program.exchange()
     rows = _Rows(shape, counts)
+    if costs.hosts and len(costs.hosts) != shape.num_ranks:
+        raise ScheduleError(
+            f"costs name the hosts of {len(costs.hosts)} ranks, but {shape.num_ranks} exchange"
+        )
     return [[_seconds(op, rank, rows, costs) for op in ops] for rank, ops in enumerate(program.ranks)]
 
 
@@ -83,12 +101,11 @@ def _seconds(op: Op, rank: int, rows: _Rows, costs: ExchangeCosts) -> float:
     if op.kind is kinds.C_W and op.step is None:
         done = rows.sent[list(rows.shape.receive_from(rank, 0)), rank].sum() if rows.shape.own_weights else 0
         return costs.compute(float(rows.sent[:, rank].sum() - done))
-    sent, received, computed = rows.moved(rank, op)
     if op.kind.part is Part.C:
-        return costs.compute(computed)
+        return costs.compute(rows.computed(rank, op))
     if op.step == 0 and rows.shape.keeps_own_rows:
         return 0.0
-    return costs.transfer(max(sent, received), near=op.step == 0)
+    return rows.wire_seconds(rank, op, costs)
 
 
 def simulate_exchange(program: Program | Verified, counts: Counts, costs: ExchangeCosts) -> Simulation:

@@ -33,14 +33,35 @@ def test_choices_in_words() -> None:
     [
         ((0,) * 8, "auto", [8, 4, 2, 1]),
         ((0,) * 3, "auto", [3, 1]),
-        ((0, 0, 1, 1), "auto", [2]),
+        ((0, 0, 1, 1), "auto", [2, 1]),
+        ((0, 1, 2, 3, 0, 1, 2, 3), "auto", [4, 2, 1]),
         ((0,) * 4, 2, [2]),
     ],
-    ids=["eight ranks", "three", "two hosts", "as told"],
+    ids=["eight ranks", "three", "two hosts", "four hosts", "as told"],
 )
 def test_groups_that_are_tried(hosts: tuple[int, ...], size: Any, groups: list[int]) -> None:
     """Ever larger ones, and last the blocking exchange; but ranks of one host stay together."""
-    assert [len(ring) for ring in partitions_to_try(size, hosts)] == groups
+    tried = partitions_to_try(size, hosts)
+    assert [len(ring) for ring in tried] == groups
+    for ring in tried:
+        step_of = {rank: step for step, group in enumerate(ring) for rank in group}
+        assert sorted(step_of) == [*range(len(hosts))]
+        if size == "auto":
+            host_steps = {(host, step_of[rank]) for rank, host in enumerate(hosts)}
+            assert len(set(hosts)) == 1 or len(host_steps) == len(set(hosts))
+
+
+def test_one_go_over_two_hosts_pays_for_the_far_link() -> None:
+    """Far links ten times as slow: sending all at once costs what far rows take, as the cut exchange does."""
+    costs = ExchangeCosts(
+        row_bytes=1000, near_bandwidth=1e8, far_bandwidth=1e7, row_seconds=1e-5, hosts=(0, 0, 1, 1)
+    )
+    partitions = partitions_to_try("auto", costs.hosts)
+    ranked = rank_by_simulation(partitions, (1,), np.full((4, 4), 100), costs)
+    assert len(ranked[0].groups) == 2, "far rows hide what is computed of near ones"
+    sent_and_back = 2 * (100 * 1000 / 1e8 + 200 * 1000 / 1e7)
+    assert ranked[-1].plain
+    assert ranked[-1].predicted_s == pytest.approx(sent_and_back + 400 * 1e-5)
 
 
 def test_own_rows_stand_at_both_ends_where_orders_are_alike() -> None:

@@ -126,7 +126,8 @@ class CutChoice:
         if self.careful:
             partitions[start_groups("blocking", "auto", self.hosts)] = None
         numbers = sorted({1, *chunks}) if self.careful else chunks
-        ranked = rank_by_simulation(list(partitions), numbers, padded, probe.exchange_costs())
+        costs = replace(probe.exchange_costs(), hosts=self.hosts if len(set(self.hosts)) > 1 else ())
+        ranked = rank_by_simulation(list(partitions), numbers, padded, costs)
         return [one for one in ranked if one.chunks in chunks or (self.careful and one.plain)]
 
     def begin(self, counts_PE: np.ndarray, dispatcher: Dispatcher, probe: Probe, cuda: bool) -> None:

@@ -1,9 +1,9 @@
 """Which programs a layer's exchange runs: how ranks are grouped, how rows are cut, what has shadows.
 
 "blocking" is one group of all ranks and one chunk: send all, compute all, return all. "smart" cuts the
-exchange into units (step, chunk). Ranks that are close form a group: those of one host, where there are
-several hosts; otherwise each rank for itself. Rows that stay in the group are computed first and last, while
-the first of the others arrive and the last of them return. Where chunks or group size are "auto", they are
+exchange into units (step, chunk). Ranks that are close form a group: at first those of one host, where there
+are several hosts; otherwise each rank for itself. Rows that stay in the group are computed first and last,
+while the first of the others arrive and the last of them return. Where chunks or group size are "auto", they are
 chosen once, from costs measured after the first step and the counts of the second: the programs are
 simulated, and the best of them tried (`moe/tune/granularity`). "auto" begins as blocking, tries that beside
 the best of the others, and leaves it only for what was seen to be faster; how many calls that takes may be

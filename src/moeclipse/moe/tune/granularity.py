@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, TypedDict
 
 import numpy as np
@@ -94,13 +95,16 @@ def start_groups(
 
 
 def partitions_to_try(size: int | Literal["auto"], hosts: tuple[int, ...]) -> list[Groups]:
-    """Ever larger groups of ranks; but ranks of one host stay together."""
+    """Ever larger groups: of ranks, or of hosts where there are several, whose ranks stay together."""
     start = start_groups("smart", size, hosts)
-    if size != "auto" or len(set(hosts)) > 1:
+    if size != "auto":
         return [start]
-    sizes = [size for size in (1, 2, 4, 8) if size <= max(len(hosts) // 2, 1)]
+    sizes = [size for size in (1, 2, 4, 8) if size <= max(len(start) // 2, 1)]
     # One group of all ranks is the blocking exchange, or its chunks: sometimes nothing is faster.
-    return [start_groups("smart", size, hosts) for size in (*sizes, len(hosts))]
+    merged = [even_groups(len(start), size) for size in (*sizes, len(start))]
+    return [
+        tuple(tuple(sorted(chain(*(start[each] for each in group)))) for group in ring) for ring in merged
+    ]
 
 
 def rank_by_simulation(
