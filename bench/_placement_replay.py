@@ -1,11 +1,13 @@
-"""Planners on the loads of three real runs, whose gates had no balance loss to even them out.
+"""Planners on the loads of five real runs, whose gates had no balance loss to even them out.
 
     .venv/bin/python bench/placement.py --part replay
 
 `bench/loads/*.npz` are the `load.npz` of runs of the preset `small` (32 experts, top-4), cut to 3 layers,
 d_model and d_ff 64, 8,192 tokens a step: `python` read Python's standard library for 510 steps, `pages` the
 pages of docs/ for 260, every other step kept. `code` read this project's own code for 520 steps, every fourth
-kept; it was recorded after the planner's settings had been chosen on the other two. Each layer is replayed as
+kept; it was recorded after the planner's settings had been chosen on the other two. `headers` read the C++
+headers of torch and `perl` the modules of Perl for 400 steps of 4,096 tokens, every other kept: nothing was
+chosen on them. Each layer is replayed as
 training plans it: looked at every 10 steps, taken 2 steps later, the average's decay after the measured drift
 (`balance/drift`). Balance (mean over fullest rank) is that of all steps behind the first 40, with the split
 that training runs; `copies` are new replicas a plan, the first plan left out. `later` are both in the second
@@ -16,8 +18,10 @@ fewer rows planners rightly leave some balance to save gradients (`small batch`:
 
 Where balance is lost is told by four ways that no run has: `average alone` plans for the average and for no
 load that may come (`balance/futures`), `free moves` pays nothing for them and needs no gain, `told` plans
-from the mean loads of the very steps for which the plan will hold, and `solver` polishes each plan with the
-exact program, moves free as well.
+from the mean loads of the very steps for which the plan will hold, `known steps` pours each of them where the
+planner pours loads that may come, `known, free` pays nothing for moves besides, and `solver` polishes each
+plan with the exact program, moves free as well. What lies between `known steps` and the last way is the price
+of not knowing the loads, what `known, free` lacks is that of the slots, the interval and the search.
 
 `of known` is the part of what the exact solver reaches that knows each measured step and moves for nothing,
 `of held` that of one that knows the ten steps for which a plan holds (`bench/_placement_held.py`), where that
@@ -41,7 +45,8 @@ from moeclipse.balance.drift import Drift
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.planner import PlanConfig, plan
+from moeclipse.balance.planner import PlanConfig, answer, plan
+from moeclipse.balance.problem import PlanProblem
 from moeclipse.balance.replicate import plan_wrap_fill
 from moeclipse.balance.split import ReplicaTable, split_rows
 
@@ -55,7 +60,8 @@ SMALL = 8
 SOLVER_S = 0.5
 WHOLE = 40
 """Steps, spread over a run, that one table is sought for with hindsight."""
-FREE = ("free moves", "solver")
+FREE = ("free moves", "solver", "known, free")
+TOLD = ("told", "known steps", "known, free")
 WAYS: dict[str, dict[str, Any]] = {
     "static": {"planner": "static"},
     "every 50, decay 0.9": {"planner": "incremental", "every": 50, "decay": 0.9},
@@ -65,6 +71,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "average alone": {"planner": "incremental"},
     "free moves": {"planner": "incremental", "max_moved": 1.0},
     "told": {"planner": "incremental"},
+    "known steps": {"planner": "incremental"},
+    "known, free": {"planner": "incremental", "max_moved": 1.0},
     "solver": {"planner": "exact", "max_moved": 1.0},
     "every 10, decay auto": {"planner": "incremental"},
 }
@@ -138,16 +146,27 @@ def replay(
         if config.moves and (due or trace.jumped):
             taken = number + -(-config.delay // apart)
             seen_PE = trace.average.rows_LPE[0]
-            if way == "told":
-                coming_NE = rows_NE[taken + 1 : taken + 1 + config.every // apart]
-                seen_PE = from_all(np.rint(coming_NE.mean(0)), ranks) if len(coming_NE) else seen_PE
+            coming_NE = rows_NE[taken + 1 : taken + 1 + config.every // apart]
+            if way in TOLD and len(coming_NE):
+                seen_PE = from_all(np.rint(coming_NE.mean(0)), ranks)
             asked = asked_of(
                 config, way, 0.0 if way == "average alone" else trace.error(config.ahead / apart)
             )
             prices = costs(config.lifetime, calls)
             if way in FREE:
                 prices = replace(prices, weight_bytes=0.0, gradient_bytes=0.0, state_bytes=0.0)
-            found = plan(asked, seen_PE, (slots,) * ranks, current, prices)
+            problem = PlanProblem(
+                counts_PE=seen_PE,
+                slots_P=(slots,) * ranks,
+                current=current,
+                costs=prices,
+                noise=asked.noise,
+                turnover=asked.turnover,
+            )
+            if way in TOLD[1:] and len(coming_NE):
+                scale_N = seen_PE.sum() / coming_NE.sum(1)
+                vars(problem)["futures"] = (scale_N[:, None] * coming_NE).tolist()  # as if found there
+            found = answer(asked, problem)
             pending = (taken, found, seen_PE.sum(0))
     return {"balance": balance[YOUNG // apart :], "copies": copies[1:], "first": copies[:1]}
 
