@@ -3,8 +3,8 @@
 "blocking" is one group of all ranks and one chunk: send all, compute all, return all. "smart" cuts the
 exchange into units (step, chunk). Ranks that are close form a group: at first those of one host, where there
 are several hosts; otherwise each rank for itself. Rows that stay in the group are computed first and last,
-while the first of the others arrive and the last of them return. Where chunks or group size are "auto", they are
-chosen once, from costs measured after the first step and the counts of the second: the programs are
+while the first of the others arrive and the last of them return. Where chunks or group size are "auto", they
+are chosen once, from costs measured after the first step and the counts of the second: the programs are
 simulated, and the best of them tried (`moe/tune/granularity`). "auto" begins as blocking, tries that beside
 the best of the others, and leaves it only for what was seen to be faster; how many calls that takes may be
 limited. Where trials cannot tell what rows and wires cost, nothing is cut and nothing is lent.
