@@ -7,12 +7,15 @@ Everything here reads source text, so it needs neither torch nor a device, and i
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
 from coverage_by_name import EXEMPT, MODULES_TESTED, imports_its_module, modules
+from selection import LONG_PART, LongPart
+from static_cases import declared_tests
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "moeclipse"
@@ -142,11 +145,18 @@ def room_of(name: str) -> str:
     return name.partition("/")[0] if "/" in name else ""
 
 
+@functools.cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Walked once for all rules: walking is most of what they cost."""
+    return tuple(ast.walk(tree))
+
+
+@functools.cache
 def imported_modules(name: str, tree: ast.Module) -> list[tuple[int, str]]:
     """(line, absolute module) of every import in a file, those inside functions included."""
     package = ["moeclipse", *name.split("/")[:-1]]
     found: list[tuple[int, str]] = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -223,7 +233,7 @@ def long_ones(trees: Trees) -> Iterator[str]:
         lines = max((node.end_lineno or 0 for node in tree.body), default=0)
         if lines > (MOST_LINES if name in LONGER else MAX_FILE_LINES):
             yield f"{name} has {lines} lines: there are two ideas in it"
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
@@ -254,11 +264,24 @@ def long_tests_and_benches(_: Trees) -> Iterator[str]:
             yield f"{path.relative_to(ROOT)}: there are two ideas in it"
 
 
+def stale_names_in_the_long_part(_: Trees) -> Iterator[str]:
+    """A test that is gone ends every run of the suite before it begins; a case that is gone runs no more."""
+    for name, (_, cases) in LongPart(LONG_PART.read_text()).cases.items():
+        file, _, test = name.partition("::")
+        tests = declared_tests(ROOT / file) if (ROOT / file).is_file() else {}
+        if test not in tests:
+            yield f"{LONG_PART.name}: nobody has {name}"
+        elif cases:
+            known = tests[test].cases()
+            gone = sorted(case for case in cases if not known.fullmatch(case[1:-1]))
+            yield from (f"{LONG_PART.name}: {name} has no case {case}" for case in gone)
+
+
 def untyped_signatures(trees: Trees) -> Iterator[str]:
     """What a function takes and gives is what a reader, and an editor, knows of it."""
     for room, most in UNTYPED.items():
         files = [tree for name, tree in trees.items() if room_of(name) == room]
-        number = sum(map(says_any, chain.from_iterable(map(ast.walk, files))))
+        number = sum(map(says_any, chain.from_iterable(map(nodes_of, files))))
         if files and number != most:
             yield f"{room}/: {number} signatures have Any in them; UNTYPED says {most}, and only falls"
 
@@ -282,7 +305,7 @@ def modules_without_a_test_of_their_name(trees: Trees) -> Iterator[str]:
 def repeated_classes(trees: Trees) -> Iterator[str]:
     where: dict[str, list[str]] = {}
     for name, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(name)
     for name, files in where.items():
@@ -312,7 +335,7 @@ def module_level_state(trees: Trees) -> Iterator[str]:
                 )
                 if bad and not is_type:
                     yield f"{name}:{node.lineno}: module-level state {', '.join(bad)}"
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.Global):
                 yield f"{name}:{node.lineno}: `global`"
 
@@ -321,7 +344,7 @@ def environment_read(trees: Trees) -> Iterator[str]:
     for name, tree in trees.items():
         if name in READS_ENVIRONMENT or room_of(name) in {"cli", "testing"}:
             continue
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.Attribute) and (text := ast.unparse(node)) in {"os.environ", "os.getenv"}:
                 yield f"{name}:{node.lineno}: {text}"
 
@@ -332,7 +355,7 @@ def files_read_elsewhere(trees: Trees) -> Iterator[str]:
     for name, tree in trees.items():
         if name == READS_FILES or name in READS_ITS_OWN:
             continue
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.Call) and (reads_a_file(node) or opens_by_name(node)):
                 yield f"{name}:{node.lineno}: {ast.unparse(node)[:60]} does not go through {READS_FILES}"
 
@@ -343,7 +366,7 @@ def printed_elsewhere(trees: Trees) -> Iterator[str]:
     for name, tree in trees.items():
         if name in PRINTS or name in PRINTS_ITS_OWN:
             continue
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.Call) and prints(node):
                 yield f"{name}:{node.lineno}: {ast.unparse(node)[:60]} does not go through {PRINTS[0]}"
 
@@ -389,7 +412,7 @@ def is_private(name: str) -> bool:
 def own_names(trees: Iterable[ast.Module]) -> set[str]:
     """What the package itself calls something."""
     names = set()
-    for node in chain.from_iterable(map(ast.walk, trees)):
+    for node in chain.from_iterable(map(nodes_of, trees)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -401,7 +424,7 @@ def private_torch_names(tree: ast.Module, own: set[str]) -> list[str]:
     """Lines with a private name of torch: imported, behind a name that torch's was imported as, or behind any
     other object where neither this package nor Python has such a name."""
     from_torch, faults = set(), []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
@@ -409,7 +432,7 @@ def private_torch_names(tree: ast.Module, own: set[str]) -> list[str]:
                 if whole[0] == "torch":
                     from_torch.add(alias.asname or alias.name.partition(".")[0])
                     faults += [(node.lineno, ".".join(whole))] if any(map(is_private, whole)) else []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if dotted_root(node) in from_torch or (from_torch and node.attr not in own):
                 faults.append((node.lineno, ast.unparse(node)))
@@ -440,6 +463,7 @@ RULES: tuple[Callable[[Trees], Iterator[str]], ...] = (
     long_ones,
     fragments,
     long_tests_and_benches,
+    stale_names_in_the_long_part,
     untyped_signatures,
     modules_without_a_test_of_their_name,
     repeated_classes,
