@@ -7,11 +7,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.testing import run_ranks as harness
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
 
@@ -110,6 +113,28 @@ def test_ranks_that_compute_without_end_are_ended(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("moeclipse.testing.run_ranks.BUSY", 1)
     with pytest.raises(AssertionError, match=r"did not finish within 0.6 s[\s\S]*in compute"):
         run_ranks(1, compute, 60.0, deadline_s=0.6)
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_time_in_which_all_were_stopped_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, computes: bool
+) -> None:
+    """A job that is suspended, a machine that sleeps: whoever comes first then would end ranks that go on."""
+    clock, spent = [100.0], [0.0]
+    monkeypatch.setattr(harness.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(harness, "_busy_seconds", lambda pid: spent[0])
+
+    def is_over_in(patience: harness._Patience, seconds: float) -> bool:
+        clock[0] += seconds
+        spent[0] += seconds * computes
+        return patience.is_over()
+
+    rank: Any = SimpleNamespace(pid=1)
+    patience = harness._Patience([(rank, rank)], 10.0)
+    assert not any(is_over_in(patience, 3600.0) for _ in range(3))
+    looks = 2 * (harness.BUSY * 10 if computes else 10) - 3 * 4
+    assert not any(is_over_in(patience, harness.LOOK_S) for _ in range(looks - 1))
+    assert is_over_in(patience, harness.LOOK_S)
 
 
 def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:

@@ -42,6 +42,8 @@ START_S = 120.0
 """Until all ranks must have met: a short deadline of collectives is about collectives."""
 LOOK_S = 0.5
 """How often it is asked whether ranks still compute."""
+LATE_S = 4 * LOOK_S
+"""Who looks later than this behind the last look was stopped, as ranks may have been: no more is counted."""
 STILL = 0.1
 """Ranks that take, or wait for, less than this share of a core, all together, stand still."""
 BUSY = 10
@@ -216,15 +218,17 @@ class _Patience:
     """Counts seconds in which ranks stand still; those in which they compute only in the long run."""
 
     def __init__(self, ranks: list[tuple[BaseProcess, Connection]], deadline_s: float) -> None:
-        self.ranks, self.left_s, self.ends = ranks, deadline_s, time.monotonic() + BUSY * deadline_s
+        self.ranks, self.left_s, self.busy_left_s = ranks, deadline_s, BUSY * deadline_s
         self.last, self.spent = time.monotonic(), 0.0
 
     def is_over(self) -> bool:
         now, spent = time.monotonic(), sum(_busy_seconds(process.pid) for process, _ in self.ranks)
-        if spent - self.spent < STILL * (now - self.last):
-            self.left_s -= now - self.last
+        seen_s = min(now - self.last, LATE_S)
+        self.busy_left_s -= seen_s
+        if spent - self.spent < STILL * seen_s:
+            self.left_s -= seen_s
         self.last, self.spent = now, spent
-        return self.left_s <= 0 or now > self.ends
+        return min(self.left_s, self.busy_left_s) <= 0
 
 
 def _busy_seconds(pid: int | None) -> float:
