@@ -3,6 +3,7 @@
 A `sitecustomize.py` on the path of the ranks looks at every op that is logged: FAULT is "RANK SIGNAL COUNT
 PATTERN", and the rank sends itself the signal when it launches the COUNT-th op whose lane, label and step
 match, in the first attempt only (FAULT_ATTEMPTS: in so many). The time of the fault is in a file `fault`.
+Torch's agent kills nobody within a test's time (`patient_agent.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ POINTS = {
     "migration": (MOVES, "2 migration of experts"),
 }
 """Where a fault strikes: what the run needs for it, and the count and pattern of the op."""
-SOURCE = str(Path(__file__).parent.parent / "src")
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src"
 SITE = """
-import os, re, time
+import os, re, sys, time
+from patient_agent import PatientAgent
+sys.meta_path.insert(0, PatientAgent())
 attempt, most = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("FAULT_ATTEMPTS", "1")
 if "FAULT" in os.environ and attempt < int(most):
     rank, number, left, pattern = os.environ["FAULT"].split(" ", 3)
@@ -59,8 +63,6 @@ class Faulty:
     out: str
     err: str
     fault_at: float
-    ended_at: float
-    """When the launcher had ended."""
     run: Path
 
     @property
@@ -72,14 +74,13 @@ class Faulty:
         return [json.loads(line)["loss"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(folder: Path, *words: str, fault: str = "", attempts: int = 1, timeout_s: float = 400.0) -> Faulty:
+def train(folder: Path, *words: str, fault: str = "", attempts: int = 1, timeout_s: float = 900.0) -> Faulty:
     """`fault` and `attempts`: see above; empty: an undisturbed run."""
     (folder / "sitecustomize.py").write_text(SITE)
     hidden = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {
-        "PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    }
+    path = (folder, SOURCE, os.environ.get("PYTHONPATH", ""), TESTS)
+    environment |= {"PYTHONPATH": os.pathsep.join(str(place) for place in path if place)}
     environment |= {"TMPDIR": str(folder), "FAULT_FILE": str(folder / "fault")}
     if fault:
         environment |= {"FAULT": fault, "FAULT_ATTEMPTS": str(attempts)}
@@ -96,8 +97,8 @@ def train(folder: Path, *words: str, fault: str = "", attempts: int = 1, timeout
         process.kill()
     assert not left, f"left running: {left}\n{err}"
     fault_at = float((folder / "fault").read_text()) if (folder / "fault").exists() else time.time()
-    times = {"fault_at": fault_at, "ended_at": time.time()}
-    return Faulty(code=process.returncode, out=out, err=err, run=folder / "runs" / "r", **times)
+    run = folder / "runs" / "r"
+    return Faulty(code=process.returncode, out=out, err=err, fault_at=fault_at, run=run)
 
 
 def ranks_of(launcher: int) -> list[int]:

@@ -2,18 +2,15 @@
 
 `put_in(folder)` writes a `sitecustomize.py` that makes this file `moeclipse.train.run.trainer` in every
 Python that has the folder on its path, so real launchers start real ranks that cost no torch. FAKE_TRAINER
-says what happens at step 2 of the first attempt: `ok`, or `EVENT:RANK`. torch's agent, which gives ranks half
-a minute to end, gives them an hour: who ends within a test's time was ended by us, however slow the machine.
+says what happens at step 2 of the first attempt: `ok`, or `EVENT:RANK`. torch's agent kills nobody within a
+test's time (`patient_agent.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.abc
-import importlib.util
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,37 +20,16 @@ from moeclipse.core.errors import CommError, DataError
 SITE = """
 import os, sys
 if "FAKE_TRAINER" in os.environ:
-    sys.path.insert(0, {tests!r})
-    import fake_trainer
+    sys.path[:0] = {folders!r}
+    import fake_trainer, patient_agent
     sys.modules["moeclipse.train.run.trainer"] = fake_trainer
-    sys.meta_path.insert(0, fake_trainer.PatientAgent())
+    sys.meta_path.insert(0, patient_agent.PatientAgent())
 """
-AGENT = "torch.distributed.elastic.multiprocessing.api"
-
-
-class PatientAgent(importlib.abc.MetaPathFinder):
-    """Changes the agent's module once it is imported; ranks of this trainer never import it."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        if name != AGENT:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def patient(module: Any) -> None:
-            execute(module)
-            assert module.PContext.close.__defaults__ == (None, 30)
-            module.PContext.close.__defaults__ = (None, 3600)
-
-        spec.loader.exec_module = patient  # type: ignore[method-assign]
-        return spec
 
 
 def put_in(folder: Path) -> None:
-    (folder / "sitecustomize.py").write_text(SITE.format(tests=str(Path(__file__).parent)))
+    folders = [str(parent) for parent in Path(__file__).parents[:2]]
+    (folder / "sitecustomize.py").write_text(SITE.format(folders=folders))
 
 
 def train(config: Any, *, resume: str = "off", observer: Any = None, **_others: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ DEADLINE_S = 10
 """Longer than ranks on busy cores need to begin."""
 SMALL = ("--preset", "tiny", "--run.device", "cpu", "--run.steps", "6", "--ranks", "2")
 SMALL += ("--parallel.deadline-s", str(DEADLINE_S))
+PATIENCE_S = 600
+"""Bounds a hang."""
 PATIENT = (*SMALL[:-1], "60", "--checkpoint.every", "1")
 """Who was killed is missed at once, however long one would wait."""
 
@@ -33,8 +36,7 @@ def test_a_frozen_rank_is_named_and_ended(tmp_path: Path, point: str) -> None:
     assert last.startswith(f"error: rank 0 waited {DEADLINE_S} s in ")
     assert last.endswith(": rank 1 did not arrive")
     (incident,) = found.incidents
-    assert incident["time"] - found.fault_at < DEADLINE_S + 15, "soon, on busy cores"
-    assert found.ended_at - found.fault_at < DEADLINE_S + 25, "the agent alone would take 30 s more"
+    # Nobody but us ended the frozen rank: the agent of these runs would have waited for an hour.
     assert (incident["kind"], incident["rank"]) == ("deadline", 0)
     assert incident["what"] in last
     assert list(incident["stands"]) == ["0"]
@@ -74,19 +76,31 @@ def test_a_fault_that_recurs_in_its_step_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_stopped_child_is_ended_once_something_failed() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    failed: list[int] = []
+    asked: list[int] = []
+
+    def has_failed() -> bool:
+        asked.append(1)
+        return bool(failed)
+
     try:
         assert child.pid not in stopped_children()
         os.kill(child.pid, signal.SIGSTOP)
-        failed: list[int] = []
-        with ending_frozen_ranks(lambda: bool(failed)):
-            until = time.monotonic() + 120
-            while child.pid not in stopped_children():
-                assert time.monotonic() < until
-            time.sleep(0.7)
-            assert child.poll() is None, "nothing has failed yet"
+        with ending_frozen_ranks(has_failed):
+            wait_for(lambda: child.pid in stopped_children())
+            before = len(asked)
+            wait_for(lambda: len(asked) > before + 1)
+            assert child.poll() is None, "it was looked for, and nothing has failed yet"
             failed.append(1)
-            assert child.wait(120) == -KILL
+            assert child.wait(PATIENCE_S) == -KILL
     finally:
         child.kill()
         child.wait()
+
+
+def wait_for(event: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not event():
+        assert time.monotonic() < until
+        time.sleep(0.01)
