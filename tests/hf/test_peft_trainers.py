@@ -173,8 +173,8 @@ def test_the_trainer_of_transformers(tmp_path: Path, model_type: str) -> None:
     assert run_alone(both, under_trainer, tmp_path, model_type) == STEPS
 
 
+@pytest.mark.full
 def test_the_trainer_of_trl(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
     assert run_alone(both, under_sft_trainer, tmp_path) == STEPS
 
 
