@@ -40,6 +40,23 @@ MUTANTS = (
         "weights are updated with the moments of other weights",
     ),
     Mutant(
+        "schedule/input_travel.py",
+        "        found.setdefault(fetch, []).extend(places[InputKey.of(ops[before])].done)\n",
+        "",
+        "schedule/test_input_travel.py::"
+        "test_what_is_used_before_it_came_or_overwritten_while_it_is_read_is_refused",
+        "a fetch does not wait for the last reader of its buffer",
+        "a layer runs again from the input of another one",
+    ),
+    Mutant(
+        "schedule/input_travel.py",
+        "            found.setdefault(store, []).append(fetch_of[before_it])\n",
+        "            pass\n",
+        "schedule/test_input_travel.py::test_regions_of_the_host_are_taken_again_by_the_next_microbatch",
+        "a store does not wait for the fetch from its place on the host",
+        "a microbatch gets the input of the next one",
+    ),
+    Mutant(
         "schedule/templates.py",
         "kinds.MLP_R, kinds.MLP_B, kinds.DISPATCH_B, kinds.MLP_W)",
         "kinds.MLP_R, kinds.MLP_B, kinds.MLP_W, kinds.DISPATCH_B)",

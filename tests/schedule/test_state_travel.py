@@ -14,7 +14,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import Costs
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import verify
-from moeclipse.schedule.kinds import COPIES, Kind
+from moeclipse.schedule.kinds import STATE_COPIES, Kind
 from moeclipse.schedule.launch import BucketShape, StepShape
 from moeclipse.schedule.op import Program
 from moeclipse.schedule.state_travel import (
@@ -168,7 +168,7 @@ def test_what_is_used_before_it_came_or_overwritten_while_it_is_read_is_refused(
         verify(replace(program, ranks=(tuple(careless),)))
 
 
-@pytest.mark.parametrize("kind", COPIES, ids=str)
+@pytest.mark.parametrize("kind", STATE_COPIES, ids=str)
 def test_a_copy_that_is_left_out_is_missed(kind: Kind) -> None:
     program = whole("pp1", slots=2)
     ops = list(program.ranks[0])
@@ -186,11 +186,11 @@ def seconds(by_layer: bool, copy_s: float, slots: int = 2) -> tuple[float, float
     """(step, copies, of these hidden) where all that computes takes a second."""
     program = whole("pp1", slots=slots, by_layer=by_layer, copies=(1, 1, 1))
     durations = [
-        [copy_s if op.kind in COPIES else float(op.lane == kinds.COMPUTE) for op in ops]
+        [copy_s if op.kind in STATE_COPIES else float(op.lane == kinds.COMPUTE) for op in ops]
         for ops in program.ranks
     ]
     found = summarise(simulate(program, Costs(name="made", seconds={}), durations))
-    copies = [found.kinds[kind] for kind in COPIES]
+    copies = [found.kinds[kind] for kind in STATE_COPIES]
     return found.makespan, sum(one.total for one in copies), sum(one.hidden for one in copies)
 
 

@@ -49,8 +49,10 @@ def whole(
     slots: int = 0,
     by_layer: bool = False,
     next_forward: bool = False,
+    inputs: float = 0.0,
 ) -> Program:
-    """Two layers a stage, four microbatches; `copies` are dp, ep and tp. `slots`: state is on the host."""
+    """Two layers a stage, four microbatches; `copies` are dp, ep and tp. `slots`: state is on the host;
+    `inputs`: so are those of all layers but the last, so many bytes each."""
     ranks, per_rank = SCHEDULES[name]
     actions = build(name, ranks, 4, per_rank)
     placement = actions.pipeline().placement
@@ -62,6 +64,7 @@ def whole(
                 launches=launches(2 * (stage % per_copy) + at),
                 recompute=recompute,
                 head=placement.next_stage(stage) is None and at == 1,
+                host_bytes=0.0 if placement.next_stage(stage) is None and at == 1 else inputs,
             )
             for at in range(2)
         ]

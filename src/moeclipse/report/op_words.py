@@ -23,6 +23,7 @@ PARTS = {
     "COMBINE": "combine",
     "HEAD": "head",
     "SHADOW": "copied expert",
+    "INPUT": "input of a layer",
     "SEND": "send to another stage",
     "RECV": "receive from another stage",
     "COUNTS": "rows of each rank",

@@ -142,7 +142,16 @@ def _wanted(shape: PipelineShape, rank: int) -> Iterator[Key]:
         if shape.reduce:
             yield (kinds.REDUCE, stage, None, None)
     if shape.step is not None:
+        yield from _wanted_inputs(shape, rank)
         yield from _wanted_launches(shape, shape.step, rank)
+
+
+def _wanted_inputs(shape: PipelineShape, place: int) -> Iterator[Key]:
+    """Both ways of inputs that lie on the host for a while."""
+    for stage in shape.placement.stages_of(place):
+        for index, layer in enumerate(shape.layers[stage]):
+            for kind in (kinds.INPUT_STORE, kinds.INPUT_FETCH) if layer.host_bytes else ():
+                yield from ((kind, stage, index, m) for m in shape.microbatches_of(stage))
 
 
 def _wanted_launches(shape: PipelineShape, step: StepShape, place: int) -> Iterator[Key]:

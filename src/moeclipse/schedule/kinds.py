@@ -41,6 +41,8 @@ class Part(Enum):
     R = auto()
     """Results on their way back."""
     SHADOW = auto()
+    INPUT = auto()
+    """Of a layer that runs again: between its forward and its backward it may lie on the host."""
     # Between two stages.
     SEND = auto()
     RECV = auto()
@@ -91,7 +93,7 @@ class Form(Enum):
     UPDATE = auto()
     """The optimizer's."""
     FETCH = auto()
-    """Of state in the host's memory: to the device ..."""
+    """Of what lies in the host's memory: to the device ..."""
     STORE = auto()
     """... and back."""
     GATHER = auto()
@@ -136,6 +138,8 @@ TABLE: tuple[tuple[str, tuple[Part, ...], tuple[Form, ...]], ...] = (
     (COMPUTE, (Part.BUCKET,), (Form.UPDATE,)),
     (TO_DEVICE, (Part.BUCKET,), (Form.FETCH,)),
     (TO_HOST, (Part.BUCKET,), (Form.STORE,)),
+    (TO_HOST, (Part.INPUT,), (Form.STORE,)),
+    (TO_DEVICE, (Part.INPUT,), (Form.FETCH,)),
     (DP, (Part.RESULTS,), (Form.GATHER,)),
     (DP, (Part.LOADS,), (Form.GATHER, Form.SUM)),
 )
@@ -185,10 +189,12 @@ TENSOR_F, TENSOR_B, TENSOR_R = _of(Part.TENSOR, Form.F, Form.B, Form.R)
 LOADS_F, LOADS_GATHER, LOADS_SUM = _of(Part.LOADS, Form.F, Form.GATHER, Form.SUM)
 BUCKET_REDUCE, BUCKET_UPDATE, BUCKET_GATHER = _of(Part.BUCKET, Form.REDUCE, Form.UPDATE, Form.GATHER)
 BUCKET_FETCH, BUCKET_STORE = _of(Part.BUCKET, Form.FETCH, Form.STORE)
+INPUT_STORE, INPUT_FETCH = _of(Part.INPUT, Form.STORE, Form.FETCH)
 (TIED_SUM,) = _of(Part.TIED, Form.SUM)
 (RESULTS_GATHER,) = _of(Part.RESULTS, Form.GATHER)
 
-COPIES = (BUCKET_FETCH, BUCKET_STORE)
+STATE_COPIES = (BUCKET_FETCH, BUCKET_STORE)
+COPIES = (*STATE_COPIES, INPUT_STORE, INPUT_FETCH)
 """Between the two memories of one rank: nobody is met, and the host does not wait to launch them."""
 LAUNCHES = (COUNTS_F, COUNTS_R, LOADS_F, SIZES_F, SCORES_F, SCORES_B, TENSOR_F, TENSOR_B, TENSOR_R)
 """What another op of the layer launches while it runs; `Op.step` is its place in `LayerShape.launches`."""

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.action_graph import LOOKAHEAD
-from moeclipse.schedule.kinds import COMPUTE, DP, ENDS, KIND_OF, LAUNCHES, P2P, Form, Part
+from moeclipse.schedule.input_travel import with_inputs
+from moeclipse.schedule.kinds import COMPUTE, COPIES, DP, ENDS, KIND_OF, LAUNCHES, P2P, Form, Part
 from moeclipse.schedule.needs import (
     Key,
     gradient_of,
     keys_of,
     output_of,
-    resolve,
-    tabulate_keys,
+    pipeline_sources,
     weight_parts,
 )
 from moeclipse.schedule.op import Op, Program
@@ -78,7 +78,8 @@ def lower_blocks(
         if shape.reduce:
             ops, serial = _with_reductions(shape, rank, ops, serial)
         if shape.step is not None:
-            flagged = with_launches(shape, list(zip(ops, serial, strict=True)), cuts)
+            flagged = with_inputs(shape, list(zip(ops, serial, strict=True)))
+            flagged = with_launches(shape, flagged, cuts)
             flagged = with_end(shape, rank, flagged)
             ops = numbered(shape, rank, [op for op, _ in flagged], found)
             serial = [flag for _, flag in flagged]
@@ -101,7 +102,7 @@ def _serial_deps(ops: Sequence[Op], serial: Sequence[bool]) -> dict[int, int]:
     last_serial: int | None = None
     waited: set[str] = set()
     for position, op in enumerate(ops):
-        if op.kind.lane in (P2P, DP) or op.kind in LAUNCHES or op.kind in ENDS:
+        if op.kind.lane in (P2P, DP) or op.kind in (*LAUNCHES, *ENDS, *COPIES):
             continue
         if serial[position]:
             if last is not None:
@@ -245,10 +246,8 @@ def with_deps(shape: PipelineShape, ops: list[Op], chain: Mapping[int, int] | No
     Transfers of one lane are listed, too: they leave in order, but only who waits for one knows that it
     has come.
     """
-    table = tabulate_keys(ops)
     out = []
-    for position, op in enumerate(ops):
-        sources = resolve(shape, op, table)
+    for position, (op, sources) in enumerate(zip(ops, pipeline_sources(shape, ops), strict=True)):
         if chain and position in chain:
             sources.append(chain[position])
         deps = {source for source in sources if ops[source].lane != op.lane or op.lane != COMPUTE}

@@ -5,7 +5,8 @@ is the peak of what the ops hold and not of what somebody wrote.
 
     whole stages   F takes one unit (`PipelineShape.unit`), B and W give it back; I keeps what W needs
     layers         forward keeps, recompute brings back what forward did not keep, dX takes gradients for dW
-                   and releases what only it needed, dW releases the rest
+                   and releases what only it needed, dW releases the rest; an input that lies on the host
+                   is released by its store, and taken again by its fetch
     exchange       forward S keeps a share of the rows for each event, backward R releases it
 """
 
@@ -30,6 +31,9 @@ OF_ACTION: dict[Kind, Change] = {kinds.F: (1.0, 0.0), kinds.B: (0.0, 1.0), kinds
 def layer_memory(layer: LayerShape, kind: Kind) -> Change:
     """Of a whole part; one chunk of it has its share."""
     part, form = kind.part, kind.form
+    if part is Part.INPUT:
+        size = layer.activation.input
+        return (0.0, size) if form is Form.STORE else (size, 0.0)
     kept = layer.kept.get(part, 0.0)
     outside = layer.activation.input if part is Part.ATTN else 0.0
     if form is Form.F:

@@ -10,7 +10,9 @@ as well; whoever reads an op reads what it launches, too, but for the loads, whi
     backward  COMBINE, SHARED <- layer behind   MLP <- COMBINE   DISPATCH <- MLP
               ROUTE <- DISPATCH        ATTN <- ROUTE + SHARED    W of a part <- B of the part
 
-The model's HEAD, where there is one, is the last part of the last layer, and the first in backward.
+The input of a layer that lies on the host meanwhile: STORE <- ATTN, FETCH <- STORE, recompute <- FETCH
+(`schedule/input_travel`). The model's HEAD, where there is one, is the last part of the last layer, and the
+first in backward.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
+from moeclipse.schedule.input_travel import buffer_sources
 from moeclipse.schedule.kinds import AWAITED, COMPUTE, ENDS, KIND_OF, LAUNCHES, Form, Kind, Part
 from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.op import Op
@@ -282,7 +285,8 @@ def _forward_needs(shape: PipelineShape, kind: Kind, stage: int, index: int, m: 
 def _recompute_needs(shape: PipelineShape, kind: Kind, stage: int, index: int, m: int) -> list[Key]:
     layer = shape.layers[stage][index]
     if kind is kinds.ATTN_R:
-        return [(kinds.ATTN_F, stage, index, m)]
+        came: list[Key] = [(kinds.INPUT_FETCH, stage, index, m)] if layer.host_bytes else []
+        return [(kinds.ATTN_F, stage, index, m), *came]
     source = INPUT_OF[kind.part] if layer.moe else Part.ATTN
     form = Form.R if source in layer.recomputed else Form.F
     return [(KIND_OF[source, form], stage, index, m)]
@@ -313,6 +317,10 @@ def _gradient_of_body(shape: PipelineShape, stage: int, index: int, m: int) -> l
     return _gradient_into(shape, stage, m)
 
 
+def _copy_needs(_: PipelineShape, kind: Kind, stage: int, index: int, m: int) -> list[Key]:
+    return [(kinds.ATTN_F if kind is kinds.INPUT_STORE else kinds.INPUT_STORE, stage, index, m)]
+
+
 def _weight_needs(_: PipelineShape, kind: Kind, stage: int, index: int, m: int) -> list[Key]:
     return [(KIND_OF[kind.part, Form.B], stage, index, m)]
 
@@ -322,6 +330,8 @@ LAYER_NEEDS: dict[Form, Callable[[PipelineShape, Kind, int, int, int], list[Key]
     Form.B: _backward_needs,
     Form.R: _recompute_needs,
     Form.W: _weight_needs,
+    Form.STORE: _copy_needs,
+    Form.FETCH: _copy_needs,
 }
 
 
@@ -349,8 +359,8 @@ def resolve(shape: PipelineShape, op: Op, table: KeyTable) -> list[int]:
 
 def pipeline_sources(shape: PipelineShape, ops: Sequence[Op]) -> list[list[int]]:
     """For each op of one rank, the positions of what it reads."""
-    table = tabulate_keys(ops)
-    return [resolve(shape, op, table) for op in ops]
+    table, buffers = tabulate_keys(ops), buffer_sources(shape, ops)
+    return [resolve(shape, op, table) + buffers.get(position, []) for position, op in enumerate(ops)]
 
 
 def exchange_sources(ops: Sequence[Op]) -> list[list[int]]:

@@ -108,6 +108,9 @@ class LayerShape:
     """The model's head and loss follow: the last layer of the last stage."""
     launches: tuple[HostedLaunch, ...] = ()
     """What its ops launch beside rows, in the order in which they do."""
+    host_bytes: float = 0.0
+    """Of its input for one microbatch, if that lies in the host's memory between forward and backward
+    (`schedule/input_travel`)."""
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTED:

@@ -35,6 +35,8 @@ END_AXES: dict[Kind, str] = {
     kinds.LOADS_SUM: "line",
     kinds.BUCKET_FETCH: "fetch",
     kinds.BUCKET_STORE: "store",
+    kinds.INPUT_FETCH: "fetch",
+    kinds.INPUT_STORE: "store",
 }
 Flagged = list[tuple[Op, bool]]
 """Ops, and whether each belongs to a serial block."""

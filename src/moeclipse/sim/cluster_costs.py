@@ -113,6 +113,8 @@ class ClusterCosts:
         assert op.stage is not None
         assert op.layer is not None, f"{op} is no op of a layer; expand the program first"
         part, form, work = op.kind.part, op.kind.form, self._chunk(op.chunks)
+        if part is Part.INPUT:
+            return self.cluster.host.seconds(shape.layers[op.stage][op.layer].host_bytes)
         if part is Part.DISPATCH or part is Part.COMBINE:
             # gradients of combine's rows leave as dispatch's do, and the other way round
             to_experts = (part is Part.DISPATCH) is (form is not Form.B)

@@ -130,6 +130,9 @@ class StepCosts:
             return self._seconds(op, layer, layers, lists_tensor=False)
         if op.kind in LAUNCHES:
             return self._launch(shape.step, hosted_launch(shape, op), op.chunks)
+        if op.kind.part is Part.INPUT:
+            assert layer is not None
+            return self.host_link.seconds(layer.host_bytes)
         if op.kind in ENDS:
             return self._end(shape, shape.step, op)
         return self._seconds(op, layer, layers, lists_tensor=True)

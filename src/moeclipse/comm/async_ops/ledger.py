@@ -38,6 +38,13 @@ SAID: dict[Kind, str] = {
 }
 HOST_GROUP = "host"
 """What copies between host and device are recorded under; one rank is all of it."""
+
+
+def input_label(kind: Kind, where: str) -> str:
+    """Of a copy; `where` names layer and microbatch."""
+    return f"{kind.form.name.lower()} of input, {where}"
+
+
 Slices = Mapping[Kind, Sequence[str]]
 """Labels of an exchange, by the op of its layer that launches them."""
 
@@ -176,6 +183,8 @@ class Ledger:
         if op.kind.part is Part.BUCKET:
             assert self.shape.step is not None
             return f" bucket {buckets_of(self.shape, self.shape.step, op.stage or 0)[op.step or 0].name}"
+        if op.kind.part is Part.INPUT:
+            return input_label(op.kind, self._where(op))
         return SAID[op.kind] if op.kind in SAID else f"an exchange of {self._where(op)}, once it is announced"
 
     def _says(self, op: Op, label: str) -> bool:

@@ -28,7 +28,7 @@ import torch
 from moeclipse.comm.async_ops.host_lane import Copy, HostLane
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import COPIES, TO_DEVICE, TO_HOST
+from moeclipse.schedule.kinds import STATE_COPIES, TO_DEVICE, TO_HOST
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.state_travel import Region, last_in, ring
 from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
@@ -146,7 +146,8 @@ class HostStates:
 
     def follow(self, ops: Sequence[Op], buckets: Sequence[Bucket]) -> None:
         """The list of this rank, of a verified program: copies are launched in its order."""
-        listed = [(op, buckets[op.step or 0].name) for op in ops if op.kind in (*COPIES, kinds.BUCKET_UPDATE)]
+        known = (*STATE_COPIES, kinds.BUCKET_UPDATE)
+        listed = [(op, buckets[op.step or 0].name) for op in ops if op.kind in known]
         ours = [(op, name) for op, name in listed if name in self.travellers]
         # What is fetched behind the last update is there for the first one of the next step.
         last = max((at for at, (op, _) in enumerate(ours) if op.kind is not kinds.BUCKET_FETCH), default=-1)
@@ -179,7 +180,7 @@ class HostStates:
 
     def _launch(self) -> None:
         """Copies up to the next update."""
-        while self._next < len(self._ops) and self._ops[self._next][0].kind in COPIES:
+        while self._next < len(self._ops) and self._ops[self._next][0].kind in STATE_COPIES:
             op, name = self._ops[self._next]
             one = self.travellers[name]
             if op.kind is kinds.BUCKET_STORE:
