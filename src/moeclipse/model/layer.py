@@ -24,7 +24,7 @@ from moeclipse.model.conv_mixer import ConvMixer
 from moeclipse.model.delta_mixers import GatedDelta, KimiDelta
 from moeclipse.model.latent_attention import LatentAttention
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
-from moeclipse.model.recompute import Again, forget, run_again
+from moeclipse.model.recompute import Again, Elsewhere, forget, run_again
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.experts.lora_experts import LoraExperts
@@ -60,6 +60,8 @@ def add_adapters(moe: MoE, lora: LoraConfig) -> None:
 class TransformerLayer(nn.Module):
     again: Again = "off"
     """Which of its parts are recomputed in backward, where autograd runs it."""
+    input_elsewhere: Elsewhere | None = None
+    """Where its input lies until it is recomputed whole (`train/step/host_inputs`)."""
     front: Callable[[torch.Tensor, Positions, Tokens], tuple[torch.Tensor, MoEReport | None]] | None = None
     """Runs the layer in training, where that is not left to itself (`model/front`)."""
 
@@ -156,7 +158,8 @@ class TransformerLayer(nn.Module):
             return self.front(h_TD, positions, tokens)
         if self.again != "full":
             return self._run(h_TD, positions, tokens)
-        return self._heard(run_again(whole, h_TD, self.scratch, partial(whole, output=False)))
+        kept = None if self.input_elsewhere is None else (self.input_elsewhere, tokens.microbatch)
+        return self._heard(run_again(whole, h_TD, self.scratch, partial(whole, output=False), kept))
 
     def _run(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens, output: bool = True

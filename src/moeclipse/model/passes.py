@@ -143,8 +143,19 @@ class DensePass:
     def _attend(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.layer.attend(h_TD, self.microbatch.positions, self.microbatch.tokens)
 
+    def leave_input(self) -> torch.Tensor:
+        (h_TD,) = self.attn.leave_inputs()
+        return h_TD
+
+    def take_input(self, h: torch.Tensor) -> None:
+        self._h_TD = h
+
+    def forget_output(self) -> None:
+        self._out = None
+
     def attn_r(self) -> None:
-        self.attn.recompute()
+        self.attn.recompute(() if self._h_TD is None else (self._h_TD,))
+        self._h_TD = None
 
     def attn_b(self) -> None:
         (self._d_h,) = self.attn.backward([self._d_out, self._d_x])

@@ -14,7 +14,7 @@ backward must be behind `until`, and nobody may read it in between.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -26,37 +26,62 @@ Again = Literal["off", "norms", "attn", "mlp", "moe", "full"]
 Part = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
+class Elsewhere(Protocol):
+    """Keeps the input of a part between forward and backward, where autograd would."""
+
+    def leave(self, x: torch.Tensor, microbatch: int, /) -> None: ...
+    def back(self, microbatch: int, /) -> torch.Tensor: ...
+    def done(self, microbatch: int, /) -> None:
+        """Nobody reads what came back any more."""
+
+
+Kept = tuple[Elsewhere, int]
+"""By whom an input is kept, and of which microbatch it is."""
+
+
 class RunAgain(CheckpointFunction):
     """What the second forward decodes of frozen weights serves the gradients right behind it."""
 
     @staticmethod
-    def forward(ctx: Any, scratch: Scratch, part: Part, again: Part, x: torch.Tensor) -> Any:
-        ctx.scratch = scratch
+    def forward(
+        ctx: Any, scratch: Scratch, part: Part, again: Part, kept: Kept | None, x: torch.Tensor
+    ) -> Any:
+        ctx.scratch, ctx.kept = scratch, kept
+        if kept is not None:
+            kept[0].leave(x, kept[1])
         # What is random in a model is keyed by step and token, so there is no state of a generator to keep.
         found = CheckpointFunction.forward(ctx, part, False, x)
+        if kept is not None:
+            ctx.save_for_backward()
+            ctx.tensor_indices = []
         ctx.run_function = again
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        kept: Kept | None = ctx.kept
+        if kept is not None:
+            ctx.inputs = [kept[0].back(kept[1]).detach().requires_grad_()]
         with ctx.scratch.reusing():
             _, _, d_x = CheckpointFunction.backward(ctx, *grads)
-        return None, None, None, d_x
+        if kept is not None:
+            kept[0].done(kept[1])
+        return None, None, None, None, d_x
 
 
 @eager
 def run_again(
-    part: Part, x: torch.Tensor, scratch: Scratch, again: Part | None = None
+    part: Part, x: torch.Tensor, scratch: Scratch, again: Part | None = None, kept: Kept | None = None
 ) -> tuple[torch.Tensor, ...]:
     """part(x), of which nothing but x is kept; `scratch`: of its frozen weights.
 
-    `again`: the same for gradients alone; values of its outputs are nobody's business.
+    `again`: the same for gradients alone; values of its outputs are nobody's business. `kept`: x lies there.
     """
     if not torch.is_grad_enabled() or not x.requires_grad:  # below what is trained nothing is kept anyway
         return part(x)
     # Not the other kind, which hands backward copies of parameters: these have no main_grad. Not by torch's
     # `checkpoint` either, which loads the compiler, two seconds of a process, to say that it is not for it.
-    found: tuple[torch.Tensor, ...] = RunAgain.apply(scratch, part, again or part, x)
+    found: tuple[torch.Tensor, ...] = RunAgain.apply(scratch, part, again or part, kept, x)
     return found
 
 

@@ -69,6 +69,12 @@ class Segment:
         assert self._random is not None, "backward of a segment that kept its graph wants its inputs"
         self._leaves, self.outputs = [], ()
 
+    def leave_inputs(self) -> list[torch.Tensor]:
+        """They are somebody else's until `recompute` is given the same values."""
+        assert self._random is not None, "backward of a segment that kept its graph wants its inputs"
+        found, self._leaves = [leaf.detach() for leaf in self._leaves], []
+        return found
+
     def recompute(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Forward once more, with a graph; of inputs that were released the same values are given."""
         assert self._random is not None, "this segment kept its graph: there is nothing to recompute"

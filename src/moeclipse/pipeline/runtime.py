@@ -13,7 +13,7 @@ each, so that a posted receive never blocks a send.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -28,7 +28,8 @@ from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.pipeline.stage import Stage, Where, begin
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
-from moeclipse.schedule.kinds import ENDS, LAUNCHES, TRANSFERS, Form, Kind, Part
+from moeclipse.schedule.input_travel import InputKey, travels
+from moeclipse.schedule.kinds import COPIES, ENDS, LAUNCHES, TRANSFERS, Form, Kind, Part
 from moeclipse.schedule.op import Op
 from moeclipse.tensor.weight_grad import WeightGrads
 
@@ -40,6 +41,15 @@ class Fed(Protocol):
     def rows(self) -> int:
         """Rows of activations that this rank has of the chunk."""
         ...
+
+
+class TravellingInputs(Protocol):
+    """Moves inputs of layers to the host and back (`train/step/host_inputs`)."""
+
+    def make_room(self) -> None: ...
+    def store(self, key: InputKey, parts: Sequence[torch.Tensor], /) -> None: ...
+    def fetch(self, key: InputKey, /) -> None: ...
+    def arrived(self, key: InputKey, /) -> torch.Tensor: ...
 
 
 Feed = Callable[[int, int, int], Fed]
@@ -106,11 +116,14 @@ class Runtime:
         self.settles = mesh.line.backend == "nccl"
         """The next step finishes each op before the next: slow, and safe while kernels are loaded."""
         self._order = verified.proved_order(mesh.pp_index) if self.settles else None
-        self._uses = Counter(At.of(op) for op in self.ops if op.layer is not None and op.kind not in LAUNCHES)
+        own = (op for op in self.ops if op.layer is not None and op.kind not in (*LAUNCHES, *COPIES))
+        self._uses = Counter(map(At.of, own))
         self.ends: Mapping[Kind, Callable[[Op], None]] = {}
         """What ops of no layer do, reductions of buckets for one; others are left to who runs the step."""
         self.observe: Callable[[Op, Any, Any], None] | None = None
         """Called with each op and the stamps around it, waiting excluded."""
+        self.inputs: TravellingInputs | None = None
+        """Where the program has inputs of layers leave and come back."""
 
     def step(self, feed: Feed, scale: torch.Tensor) -> None:
         """All microbatches, forward and backward; `scale` is the gradient of each loss."""
@@ -147,7 +160,7 @@ class Runtime:
     # ops
 
     def _op(self, op: Op) -> InFlight[Any] | None:
-        if op.kind in LAUNCHES or op.kind in ENDS:
+        if op.kind in (*LAUNCHES, *ENDS, *COPIES):
             return self._run(op)
         # Lanes log transfers themselves, and one rank has nobody who would wait for it.
         if op.kind in TRANSFERS or self.mesh.num_ranks == 1:
@@ -182,6 +195,8 @@ class Runtime:
             return None  # its host has launched it; what ends a step is the optimizer's
         at = At.of(op)
         passes = self._open(at)
+        if self.inputs is not None and travels(self.shape, op) and self._moved(self.inputs, op, at, passes):
+            return None
         chosen = range(len(passes)) if op.chunk is None or len(passes) == 1 else (op.chunk,)
         transfers = [self._run_part(at, passes, chunk, op.kind) for chunk in chosen]
         self._left[at] -= 1
@@ -189,6 +204,26 @@ class Runtime:
             self._close(at, passes)
         under_way = [transfer for transfer in transfers if transfer is not None]
         return Joined(under_way) if under_way else None
+
+    def _moved(self, inputs: TravellingInputs, op: Op, at: At, passes: list[StagePass]) -> bool:
+        """What an op does to the input of its layer; True: that was all."""
+        key = InputKey(*at)
+        if op.kind is kinds.INPUT_STORE:
+            inputs.store(key, [one.layers[at.layer].leave_input() for one in passes])
+            before = [one.layers[at.layer - 1] for one in passes] if at.layer else []
+            if not at.layer and (earlier := self._passes.get((at.stage - 1, at.microbatch))):
+                before = [one.layers[-1] for one in earlier]
+            for one in before:
+                one.forget_output()
+        elif op.kind is kinds.INPUT_FETCH:
+            inputs.fetch(key)
+        elif op.kind is kinds.ATTN_F:
+            inputs.make_room()
+        elif op.kind is kinds.ATTN_R and op.chunk in (None, 0):
+            parts = inputs.arrived(key).split([one.microbatch.rows for one in passes])
+            for one, part in zip(passes, parts, strict=True):
+                one.layers[at.layer].take_input(part)
+        return op.kind in COPIES
 
     def _open(self, at: At) -> list[StagePass]:
         key = (at.stage, at.microbatch)

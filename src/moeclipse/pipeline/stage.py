@@ -60,6 +60,18 @@ class LayerPass(Protocol):
         """That of the input, after the last; asked for once."""
         ...
 
+    # Where its input lies on the host between forward and backward (`schedule/input_travel`).
+
+    def leave_input(self) -> torch.Tensor:
+        """Given away, behind ATTN_F."""
+        ...
+
+    def take_input(self, h: torch.Tensor, /) -> None:
+        """The same values, ahead of ATTN_R."""
+
+    def forget_output(self) -> None:
+        """It was the input of the next layer, and has left."""
+
 
 @runtime_checkable
 class SplitLayer(Protocol):
@@ -97,6 +109,7 @@ class WholeLayer:
             lambda h: (module(h, microbatch),), [h], where.deferral("whole"), again=again
         )
         self._segment: Segment | None = None
+        self._back: torch.Tensor | None = None
         self._d_out: torch.Tensor | None = None
         self._d_in: torch.Tensor | None = None
 
@@ -107,7 +120,8 @@ class WholeLayer:
             self._segment = self._begin()
         assert self._segment is not None
         if kind is kinds.ATTN_R:
-            self._segment.recompute()
+            self._segment.recompute(() if self._back is None else (self._back,))
+            self._back = None
         elif kind is kinds.ATTN_B:
             (self._d_in,) = self._segment.backward([self._d_out])
         elif kind is kinds.ATTN_W:
@@ -117,6 +131,18 @@ class WholeLayer:
     def output(self) -> torch.Tensor:
         assert self._segment is not None
         return self._segment.outputs[0]
+
+    def leave_input(self) -> torch.Tensor:
+        assert self._segment is not None
+        (h,) = self._segment.leave_inputs()
+        return h
+
+    def take_input(self, h: torch.Tensor) -> None:
+        self._back = h
+
+    def forget_output(self) -> None:
+        assert self._segment is not None
+        self._segment.outputs = ()
 
     def take_gradient(self, d_out: torch.Tensor) -> None:
         self._d_out = d_out

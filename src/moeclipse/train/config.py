@@ -26,7 +26,7 @@ from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.train.data.data_config import DataConfig as DataConfig
 from moeclipse.train.data.data_config import EvalConfig
 from moeclipse.train.observe.metrics_config import MetricsConfig as MetricsConfig
-from moeclipse.train.optim.memory_config import MemoryConfig, travel_problems
+from moeclipse.train.optim.memory_config import MemoryConfig, activation_problems, travel_problems
 from moeclipse.train.optim.optim_config import OptimConfig, type_problems
 from moeclipse.train.optim.quant_blocks import block_problems
 from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
@@ -155,6 +155,8 @@ def optim_problems(config: TrainConfig) -> Iterator[str]:
     """What the optimizer cannot do for a model of this type."""
     yield from type_problems(config.optim, config.model.dtype)
     yield from travel_problems(config.memory, config.optim, config.placement, config.parallel.pp)
+    if config.memory.activations == "host":
+        yield from activation_problems(config.pipeline, config.model, config.lora, config.optim)
     if config.optim.state == "8bit" and config.parallel.tp > 1:
         yield from block_problems(config.model, config.moe, config.parallel.tp)
 

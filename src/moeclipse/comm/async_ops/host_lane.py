@@ -11,7 +11,8 @@ that copies, and takes as long as a wire of the given rate would: the same order
 compare a prediction with.
 
 Contract: a copy to the host begins behind what the current stream holds at launch; one to the device begins
-behind `after` alone, because the buffer it fills was last read by that copy. Whoever owns the memory keeps it
+behind `after` alone, because the buffer it fills was last read by that copy, or if asked, behind what the
+current stream holds, too. Whoever owns the memory keeps it
 until `close`. What a copy raises in its thread is raised by `get`.
 """
 
@@ -76,12 +77,21 @@ class HostLane:
                 thread.start()
 
     def copy(
-        self, lane: str, label: str, into: torch.Tensor, source: torch.Tensor, after: Copy | None = None
+        self,
+        lane: str,
+        label: str,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        after: Copy | None = None,
+        *,
+        behind_compute: bool = False,
     ) -> Copy:
-        """The bytes of `source` to `into`, both flat and of one length."""
+        """The bytes of `source` to `into`, alike in shape; `behind_compute`: what runs may read `into`."""
         assert into.nbytes == source.nbytes, f"{label}: {source.nbytes} bytes into {into.nbytes}"
         found = Copy(self.recorder)
         if lane in self._streams:
+            if lane == TO_HOST or behind_compute:
+                self._streams[lane].wait_stream(torch.cuda.current_stream())
             self._on_stream(lane, label, into, source, after, found)
             return found
         stamps = self.recorder.launch(lane, HOST_GROUP, label, outlives=True)
@@ -111,8 +121,6 @@ class HostLane:
         stream = self._streams[lane]
         if after is not None and after.event is not None:
             stream.wait_event(after.event)
-        if lane == TO_HOST:
-            stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             stamps = self.recorder.launch(lane, HOST_GROUP, label, outlives=True)
             into.copy_(source, non_blocking=True)

@@ -26,6 +26,7 @@ from torch import nn
 
 from moeclipse.train.optim.adamw import AdamW
 from moeclipse.train.optim.shard_state import STATES
+from moeclipse.train.step.host_inputs import HostInputs
 from moeclipse.train.step.learner import Learner
 from moeclipse.train.step.memory_bytes import readable, roots_of, saved_behind
 
@@ -35,9 +36,16 @@ BEFORE, BEHIND = "embedding", "head and loss"
 class MemoryTable:
     """Of one rank; it speaks once, after the first step."""
 
-    def __init__(self, optim: AdamW, layers: Iterable[tuple[str, nn.Module]], *, by_autograd: bool) -> None:
+    def __init__(
+        self,
+        optim: AdamW,
+        layers: Iterable[tuple[str, nn.Module]],
+        *,
+        by_autograd: bool,
+        inputs: HostInputs | None = None,
+    ) -> None:
         """`layers` by name, as they run; `by_autograd`: autograd keeps what they need."""
-        self.optim, self.layers, self.by_autograd = optim, list(layers), by_autograd
+        self.optim, self.layers, self.by_autograd, self.inputs = optim, list(layers), by_autograd, inputs
         self.kept: dict[str, int] = {}
         """Bytes of one microbatch."""
         self._told = False
@@ -93,6 +101,8 @@ class MemoryTable:
                     found["master weights" if kind == "weight" else "moments"] += sum(sizes)
         if self.optim.host is not None:
             found["buffers for state of the host"] = self.optim.host.buffer_bytes
+        if self.inputs is not None:
+            found["buffers for inputs of layers"] = self.inputs.buffer_bytes
         return found
 
     def lines(self) -> list[str]:
@@ -105,6 +115,8 @@ class MemoryTable:
         rows.append(("peak so far", peak(self.optim.buckets.buckets[0].params.device)))
         if self.optim.host is not None:
             rows.append(("state in the host's memory", self.optim.host.num_bytes))
+        if self.inputs is not None:
+            rows.append(("inputs of layers in the host's memory", self.inputs.num_bytes))
         width = max(len(name) for name, _ in rows)
         found = ["memory of this rank", *(f"  {name:<{width}}  {readable(size):>10}" for name, size in rows)]
         if not self.by_autograd:
@@ -115,14 +127,14 @@ class MemoryTable:
 def watched(learner: Learner) -> MemoryTable:
     """The table of a run that begins; layers by their number in the model."""
     layers = [(f"layer {number}", layer) for number, layer in learner.model.layers.items()]
-    table = MemoryTable(learner.optim, layers, by_autograd=learner.pipelined is None)
+    table = MemoryTable(learner.optim, layers, by_autograd=learner.pipelined is None, inputs=learner.inputs)
     learner.one_by_one.counting = table.counting
     return table
 
 
 def by_kind(learner: Learner) -> dict[str, object]:
     """Bytes of every rank at its peak, by what they are taken for, for the summary. Collective."""
-    state = MemoryTable(learner.optim, [], by_autograd=False).state()
+    state = MemoryTable(learner.optim, [], by_autograd=False, inputs=learner.inputs).state()
     rest = max(peak(learner.mesh.device) - sum(state.values()), 0)
     with learner.mesh.recorder.apart("memory of ranks"):
         everyone = learner.mesh.gather_objects([*state.values(), rest])

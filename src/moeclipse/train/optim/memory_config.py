@@ -1,4 +1,4 @@
-"""Where optimizer state lies: in the device's memory, or in the host's, from where it travels to each update.
+"""What lies in the host's memory: optimizer state, which travels to each update, and inputs of layers.
 
 What cannot go together is said here, before a run begins; whether the host has room is known when the number
 of ranks is (`train/optim/state_place`).
@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from moeclipse.balance.config import PlacementConfig
+    from moeclipse.model.config import ModelConfig
+    from moeclipse.model.lora_config import LoraConfig
+    from moeclipse.pipeline.config import PipelineConfig
     from moeclipse.train.optim.optim_config import OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Optimizer state in the host's memory (docs/host-memory.md)."""
+    """Optimizer state and activations in the host's memory (docs/host-memory.md)."""
 
     place: Literal["device", "host", "auto"] = "device"
     """Where moments and master weights lie; auto: on the host as much as does not fit the device."""
@@ -26,8 +29,11 @@ class MemoryConfig:
     """Which of them may lie on the host."""
     share: float = 1.0
     """With place = "host": this part of it, layer by layer; the rest stays on the device."""
+    activations: Literal["device", "host"] = "device"
+    """Where inputs of layers that are recomputed whole lie until then."""
     buffers: int = 3
-    """Where state visits the device for its update, there is room for so many large buckets, or layers."""
+    """Where state visits the device for its update, there is room for so many large buckets, or layers; and
+    for so many inputs of layers on either way."""
     device_gb: float = 0.0
     """With auto: memory of the device that a rank may fill; 0: what is free."""
     host_gb: float = 0.0
@@ -77,3 +83,28 @@ def travel_problems(
         )
     if optim.clip == "layer" and not optim.clip_norm:
         yield "optim.clip = 'layer' needs optim.clip_norm: a bound on the norm of each layer"
+
+
+WEIGHTS_AT_ONCE = ("auto", "1f1b", "1f1b-pairs", "pp1", "gpipe", "vpp", "vpp+1", "layers")
+"""Schedules that leave no weight gradients for later: until these, a layer reads its input."""
+
+
+def activation_problems(
+    pipeline: PipelineConfig, model: ModelConfig, lora: LoraConfig, optim: OptimConfig
+) -> Iterator[str]:
+    """Why inputs of layers cannot lie on the host."""
+    told = "memory.activations = 'host'"
+    if pipeline.recompute != "full":
+        yield (
+            f"{told} needs pipeline.recompute = 'full', not {pipeline.recompute!r}: layers that are "
+            "recomputed whole keep nothing but their inputs"
+        )
+    if model.num_layers < 3:
+        yield f"{told} needs three layers, not {model.num_layers}: the first and the last keep theirs"
+    if pipeline.schedule not in WEIGHTS_AT_ONCE:
+        yield (
+            f"{told} does not go with pipeline.schedule = {pipeline.schedule!r}, which leaves weight "
+            f"gradients for later; choose one of {', '.join(map(repr, WEIGHTS_AT_ONCE))}"
+        )
+    if lora.rank or optim.frozen:
+        yield f"{told} needs a model of which all is trained: below that backward asks for no inputs"

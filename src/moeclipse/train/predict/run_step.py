@@ -31,7 +31,12 @@ from moeclipse.sim.measure import summarise
 from moeclipse.sim.step_costs import GRADIENT_BYTES
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.state_bytes import each_element
-from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run, when_updated
+from moeclipse.train.predict.step_program import (
+    estimated_buckets,
+    shapes_of_run,
+    when_updated,
+    with_host_inputs,
+)
 from moeclipse.train.step.pipelined import chunks_for
 
 HELD = {2.0: torch.bfloat16, 8.0: torch.float64}
@@ -190,7 +195,9 @@ class RunStep:
         pipeline = replace(config.pipeline, schedule=schedule)  # type: ignore[arg-type]
         pp, microbatches = config.parallel.pp, config.optim.accumulate
         layout = lay_out(pipeline, config.model.num_layers, pp, microbatches)
-        layers, step = shapes_of_run(config, (self.dp, self.ep, config.parallel.tp), layout)
+        axes = (self.dp, self.ep, config.parallel.tp)
+        layers, step = shapes_of_run(config, axes, layout)
+        layers = with_host_inputs(layers, config, axes, self.step_costs.value_bytes)
         prices, tied = self.step_costs, config.model.tie_embeddings
         if self.bytes is not None:
             layers = self.bytes.shaped(layers, pipeline)

@@ -54,7 +54,9 @@ def step_program(
     config: TrainConfig, mesh: Mesh, layout: StageLayout, model: Transformer, buckets: Buckets, chunks: int
 ) -> Verified:
     """Verified. Collective over all ranks: each tells the others its buckets."""
-    layers, step = shapes_of_run(config, (mesh.dp, mesh.ep, mesh.tp), layout)
+    axes = (mesh.dp, mesh.ep, mesh.tp)
+    layers, step = shapes_of_run(config, axes, layout)
+    layers = with_host_inputs(layers, config, axes, model.dtype.itemsize)
     frozen = ParameterGroups.of(config.optim, config.lora).is_frozen
     tied = config.model.tie_embeddings and not frozen(EMBEDDING)
     mine = [list(shape) for shape in bucket_shapes(model, buckets, layout, mesh.pp_index, tied=tied)]
@@ -132,6 +134,28 @@ def shapes_of_run(
     loads = config.num_expert_layers > 0
     mirrored = layout.num_chains > 1
     return layers, StepShape(dp=dp, ep=ep, tp=tp, rows=launches.rows, loads=loads, mirrored=mirrored)
+
+
+def input_bytes(config: TrainConfig, axes: tuple[int, int, int], width: float) -> float:
+    """Of a layer, for the largest microbatch on a rank; `width`: bytes of a value."""
+    dp, ep, tp = axes
+    samples = -(-config.data.batch_size // config.optim.accumulate)
+    tokens = -(-samples // (dp * ep)) * config.data.seq_len
+    rows = -(-tokens // tp) if config.parallel.sequence_parallel else tokens
+    return rows * config.model.d_model * width
+
+
+def with_host_inputs(
+    layers: Sequence[LayerShape], config: TrainConfig, axes: tuple[int, int, int], width: float
+) -> list[LayerShape]:
+    """Those whose inputs travel say so: all that are recomputed whole, but for the first and the last.
+
+    Embedding and head hold on to the inputs of these, and backward begins with the last.
+    """
+    size = input_bytes(config, axes, width) if config.memory.activations == "host" else 0.0
+    last = len(layers) - 1
+    leave = [0 < index < last and config.pipeline.runs_again(index) for index in range(len(layers))]
+    return [replace(layer, host_bytes=size * goes) for layer, goes in zip(layers, leave, strict=True)]
 
 
 def estimated_buckets(

@@ -61,6 +61,7 @@ from moeclipse.train.step.checkpointed_state import CheckpointedState
 from moeclipse.train.step.clip import LayerClip, norm_if_good
 from moeclipse.train.step.dtype import choose_alike, choose_dtype, repeat_bits
 from moeclipse.train.step.graphs import Graphs
+from moeclipse.train.step.host_inputs import HostInputs, host_inputs_of
 from moeclipse.train.step.integrity import Integrity
 from moeclipse.train.step.nonfinite import Accident, BadSteps, LossScale, look_again
 from moeclipse.train.step.pipelined import Pipelined
@@ -98,6 +99,8 @@ class Learner(CheckpointedState):
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)
+        self.inputs = self._inputs_on_host()
+        """Of layers, where they lie there between forward and backward."""
         if (
             config.parallel.check_launches
             and mesh.num_ranks > 1
@@ -146,6 +149,16 @@ class Learner(CheckpointedState):
             placement_of=self.placement.placement_of,
             lora=config.lora,
         )
+
+    def _inputs_on_host(self) -> HostInputs | None:
+        if self.config.memory.activations != "host":
+            return None
+        found = host_inputs_of(self.config, self.mesh, self.program().program, self.optim.host)
+        if self.pipelined is not None:
+            self.pipelined.runtime.inputs = found
+        else:
+            found.watch(self.model)
+        return found
 
     def _follow_program(self, later: bool) -> None:
         """State on the host travels as the program says; `later`: for updates under the next forward."""
@@ -197,6 +210,8 @@ class Learner(CheckpointedState):
         place = mesh.rank if self.model.tp.parts_tokens else mesh.data_index
         torch.manual_seed(key_of(self.config.run.seed, step, place) >> 1)
         self.buckets.zero()
+        if self.inputs is not None:
+            self.inputs.begin_step()
         if self.optim.deferred is None:
             self.optim.begin_fetching()
         if self.by_layer is not None:
