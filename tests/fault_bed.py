@@ -3,7 +3,7 @@
 A `sitecustomize.py` on the path of the ranks looks at every op that is logged: FAULT is "RANK SIGNAL COUNT
 PATTERN", and the rank sends itself the signal when it launches the COUNT-th op whose lane, label and step
 match, in the first attempt only (FAULT_ATTEMPTS: in so many). The time of the fault is in a file `fault`.
-Torch's agent kills nobody within a test's time (`patient_agent.py`).
+PATIENT_AGENT: torch's agent kills nobody within a test's time (`patient_agent.py`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src"
 SITE = """
 import os, re, sys, time
-from patient_agent import PatientAgent
-sys.meta_path.insert(0, PatientAgent())
+if "PATIENT_AGENT" in os.environ:
+    from patient_agent import PatientAgent
+    sys.meta_path.insert(0, PatientAgent())
 attempt, most = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("FAULT_ATTEMPTS", "1")
 if "FAULT" in os.environ and attempt < int(most):
     rank, number, left, pattern = os.environ["FAULT"].split(" ", 3)
@@ -74,8 +75,15 @@ class Faulty:
         return [json.loads(line)["loss"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(folder: Path, *words: str, fault: str = "", attempts: int = 1, timeout_s: float = 900.0) -> Faulty:
-    """`fault` and `attempts`: see above; empty: an undisturbed run."""
+def train(
+    folder: Path,
+    *words: str,
+    fault: str = "",
+    attempts: int = 1,
+    patient_agent: bool = False,
+    timeout_s: float = 900.0,
+) -> Faulty:
+    """`fault` and the others: see above; empty: an undisturbed run."""
     (folder / "sitecustomize.py").write_text(SITE)
     hidden = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -84,6 +92,8 @@ def train(folder: Path, *words: str, fault: str = "", attempts: int = 1, timeout
     environment |= {"TMPDIR": str(folder), "FAULT_FILE": str(folder / "fault")}
     if fault:
         environment |= {"FAULT": fault, "FAULT_ATTEMPTS": str(attempts)}
+    if patient_agent:
+        environment["PATIENT_AGENT"] = "1"
     command = [sys.executable, "-m", "moeclipse", "train", "--run.name", "r", *words]
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -30,13 +30,13 @@ PATIENT = (*SMALL[:-1], "60", "--checkpoint.every", "1")
 )
 def test_a_frozen_rank_is_named_and_ended(tmp_path: Path, point: str) -> None:
     words, when = POINTS[point]
-    found = train(tmp_path, *SMALL, *words, fault=f"1 {FREEZE} {when}")
+    found = train(tmp_path, *SMALL, *words, fault=f"1 {FREEZE} {when}", patient_agent=True)
     assert found.code == 1
     last = found.err.strip().splitlines()[-1]
     assert last.startswith(f"error: rank 0 waited {DEADLINE_S} s in ")
     assert last.endswith(": rank 1 did not arrive")
     (incident,) = found.incidents
-    # Nobody but us ended the frozen rank: the agent of these runs would have waited for an hour.
+    # Nobody but us ended the frozen rank: the agent would have waited for an hour.
     assert (incident["kind"], incident["rank"]) == ("deadline", 0)
     assert incident["what"] in last
     assert list(incident["stands"]) == ["0"]
@@ -47,7 +47,7 @@ def test_a_frozen_rank_is_named_and_ended(tmp_path: Path, point: str) -> None:
 
 @pytest.mark.full
 def test_a_frozen_rank_0_is_told_in_our_words_alone(tmp_path: Path) -> None:
-    found = train(tmp_path, *SMALL, fault=f"0 {FREEZE} 9 dispatch S_F")
+    found = train(tmp_path, *SMALL, fault=f"0 {FREEZE} 9 dispatch S_F", patient_agent=True)
     assert found.code == 1
     (line,) = found.err.strip().splitlines()
     assert "rank 0 did not arrive" in line
