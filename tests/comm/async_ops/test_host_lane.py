@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
 
+from moeclipse.comm.async_ops import host_lane
 from moeclipse.comm.async_ops.host_lane import HostLane
 from moeclipse.comm.async_ops.record import Recorder
 from moeclipse.schedule.kinds import TO_DEVICE, TO_HOST
 
 CPU = torch.device("cpu")
+PATIENCE_S = 600.0
+"""Bounds a hang."""
 
 
 def test_a_fetch_waits_for_the_store_of_what_was_in_the_buffer() -> None:
@@ -30,24 +32,45 @@ def test_a_fetch_waits_for_the_store_of_what_was_in_the_buffer() -> None:
     lane.close()
 
 
-def test_both_directions_at_once_and_each_at_its_rate() -> None:
+class Wires:
+    """A clock that each lane's thread has to itself: it moves where the thread sleeps."""
+
+    def __init__(self) -> None:
+        self.launched = threading.Event()
+        self.both = threading.Barrier(2)
+        self.slept: dict[str, list[float]] = {TO_DEVICE: [], TO_HOST: []}
+
+    def perf_counter_ns(self) -> int:
+        return round(1e9 * sum(self.slept[threading.current_thread().name]))
+
+    def sleep(self, seconds: float) -> None:
+        slept = self.slept[threading.current_thread().name]
+        self.launched.wait(PATIENCE_S)
+        if not slept:
+            self.both.wait(PATIENCE_S)  # with the first copy of the other direction
+        slept.append(seconds)
+
+
+def test_both_directions_at_once_and_each_at_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    wires = Wires()
+    monkeypatch.setattr(host_lane, "time", wires)
     recorder = Recorder(CPU)
     lane = HostLane(CPU, recorder, rate=5e4)
     recorder.begin_step()
-    begun = time.perf_counter()
     here, there = torch.zeros(2, 5000, dtype=torch.uint8)
     copies = [lane.copy(way, "x", there, here) for way in (TO_DEVICE, TO_HOST, TO_DEVICE)]
-    assert time.perf_counter() - begun < 0.1  # nobody waited
+    assert not any(copy.ended.is_set() for copy in copies), "nobody waited"
+    wires.launched.set()
     for copy in copies:
         copy.get()
-    took = time.perf_counter() - begun
-    assert 0.199 < took < 0.29  # two to the device, of 100 ms each, and one to the host beside them
     told = recorder.end_step()
+    assert wires.slept == {TO_DEVICE: [0.1, 0.1], TO_HOST: [0.1]}
     assert told.lanes == [TO_DEVICE, TO_HOST, TO_DEVICE]
-    assert [group for group, *_ in told.transfers] == ["host"] * 3
-    for _, _, launched, done in told.transfers:
-        assert 0.099 < done - launched < 0.19  # from its own beginning, not from when it was queued
-    assert sum(stop - start for start, stop in told.waits) == pytest.approx(took, abs=0.05)
+    # from its own beginning, not from when it was queued
+    assert told.transfers == [("host", "x", 0.0, 0.1), ("host", "x", 0.0, 0.1), ("host", "x", 0.1, 0.2)]
+    moments = [moment for wait in told.waits for moment in wait]
+    assert len(moments) == 2 * 3
+    assert moments == sorted(moments)
     lane.close()
 
 
