@@ -113,14 +113,38 @@ def bytes_of_a_learner(mesh: Mesh) -> None:
         )  # where buckets end, varies
 
 
+def test_inputs_of_layers_leave_where_nothing_fits_without() -> None:
+    many = {"pipeline.recompute": "full", "data.batch_size": 32}
+    given = (ONE, 120e9, device("h200"), torch.bfloat16)
+    stay = best_placing(big(**many, **{"memory.activations": "device"}), *given)
+    assert not stay.fits
+    found = best_placing(big(**many), *given)
+    assert found.fits
+    each = 32 * 4096 * 2048 * 2
+    assert found.input_bytes == 46 * each
+    assert placing(big(**many), *given, "full", stay.share).input_bytes == 0
+    away = big(**many, **{"memory.activations": "host"})
+    saved = placing(away, *given, "full", stay.share).peak - stay.peak
+    assert saved == -(46 - 2 * 3) * each, "but for the ring and those that wait for their way out"
+    enough = (ONE, 133e9, device("h200"), torch.bfloat16)
+    assert best_placing(big(**many), *enough).input_bytes == 0
+
+
 def chosen(mesh: Mesh) -> None:
     config = with_values(TrainConfig(), {"memory.place": "auto", "memory.device_gb": 1e3})
-    assert share_for(config, mesh)[0] == 0.0
-    share, notes = share_for(with_values(config, {"memory.device_gb": 1e-3}), mesh)
+    assert share_for(config, mesh)[1] == 0.0
+    _, share, notes = share_for(with_values(config, {"memory.device_gb": 1e-3}), mesh)
     assert share == 1.0
     assert "on the host" in notes[0]
-    assert share_for(with_values(config, {"memory.place": "host", "memory.share": 0.25}), mesh) == (0.25, [])
-    assert share_for(TrainConfig(), mesh) == (0.0, [])
+    given = with_values(config, {"memory.place": "host", "memory.share": 0.25})
+    assert share_for(given, mesh) == (given, 0.25, [])
+    assert share_for(TrainConfig(), mesh) == (TrainConfig(), 0.0, [])
+    again = {"pipeline.recompute": "full", "model.num_layers": 12, "memory.device_gb": 1e-3}
+    found, share, notes = share_for(with_values(config, again), mesh)
+    assert (found.memory.activations, share) == ("host", 1.0)
+    assert "and inputs of layers, " in notes[0]
+    roomy = with_values(config, {**again, "memory.device_gb": 1e3})
+    assert share_for(roomy, mesh)[0].memory.activations == "device"
 
 
 def test_by_hand_or_by_itself() -> None:

@@ -87,6 +87,12 @@ ALONE: dict[str, dict[str, Any]] = {
     "slow": {"memory.copy_gb_s": 0.0005},
     "state beside": {"memory.place": "host", "memory.copy_gb_s": 0.01},
     "updates in backward": {"memory.place": "host", "optim.clip": "layer", "optim.accumulate": 2},
+    "auto": {
+        "memory.place": "auto",
+        "memory.device_gb": 1e-9,
+        "memory.activations": "auto",
+        "memory.buffers": 1,
+    },
     "by layers": BY_LAYERS,
     "by layers, updates in backward": {**BY_LAYERS, "memory.place": "host", "optim.clip": "layer"},
     "some layers": {"pipeline.recompute_layers": 3},
@@ -97,7 +103,7 @@ ALONE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "ways",
     [
-        ("several, one buffer", "state beside", "by layers, updates in backward"),
+        ("several, one buffer", "auto", "by layers, updates in backward"),
         pytest.param(tuple(ALONE), marks=pytest.mark.full),
     ],
     ids=["some", "all"],

@@ -29,8 +29,9 @@ class MemoryConfig:
     """Which of them may lie on the host."""
     share: float = 1.0
     """With place = "host": this part of it, layer by layer; the rest stays on the device."""
-    activations: Literal["device", "host"] = "device"
-    """Where inputs of layers that are recomputed whole lie until then."""
+    activations: Literal["auto", "device", "host"] = "auto"
+    """Where inputs of layers that are recomputed whole lie until then; auto: on the host where place = "auto"
+    finds that a step fits no other way."""
     buffers: int = 3
     """Where state visits the device for its update, there is room for so many large buckets, or layers; and
     for so many inputs of layers on either way."""

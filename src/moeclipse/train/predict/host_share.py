@@ -1,11 +1,12 @@
-"""How much optimizer state lies on the host: as little as lets the step fit, and what its way costs.
+"""What lies on the host, of optimizer state and inputs of layers: as little as lets the step fit.
 
     peak      weights, gradients, state that stays, buffers, kept activations, what backward makes
     seconds   the run's own program with FETCH and STORE, simulated over the wire between host and device,
               one step behind the other: the last stores of one go on under the forward of the next
 
 Idea. For each recompute policy that is open, the smallest share of state that must leave for the peak to fit;
-of these the one whose simulated step is shortest. Where all fits, nothing leaves.
+of these the one whose simulated step is shortest. Where all fits, nothing leaves. Inputs of layers that are
+recomputed whole leave last, where nothing fits without: no microbatch is a CUDA graph then.
 
 Contract. Decided before anything is built, by all ranks alike, from the smallest memory among them; told in
 one line.
@@ -15,6 +16,7 @@ Hazard. Bytes of activations are those of `cost/step_bytes`; what other programs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,10 +34,16 @@ from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import summed_type
+from moeclipse.train.optim.memory_config import activation_problems
 from moeclipse.train.predict.model_sizes import sizes_of, unpriced
 from moeclipse.train.predict.run_step import RunStep, StepPrices
 from moeclipse.train.predict.state_bytes import each_element
-from moeclipse.train.predict.step_program import by_layers, one_layer_at_a_time
+from moeclipse.train.predict.step_program import (
+    by_layers,
+    input_bytes,
+    input_leaves,
+    one_layer_at_a_time,
+)
 from moeclipse.train.predict.step_sizes import cluster_costs, step_work
 from moeclipse.train.step.dtype import choose_dtype
 from moeclipse.train.step.memory_bytes import memory_left
@@ -57,6 +65,8 @@ class Placing:
     """Each way."""
     exposed_s: float
     """Of both ways, not under compute."""
+    input_bytes: float = 0.0
+    """Inputs of layers on the host."""
 
     @property
     def fits(self) -> bool:
@@ -64,27 +74,36 @@ class Placing:
 
     def line(self) -> str:
         room = f"{self.peak / 1e9:.3g} of {self.room / 1e9:.3g} GB"
-        if not self.share:
+        away = [f"{100 * self.share:.0f} % of the optimizer state, {self.host_bytes / 1e9:.3g} GB,"]
+        away = away if self.share else []
+        if self.input_bytes:
+            away.append(f"inputs of layers, {self.input_bytes / 1e9:.3g} GB,")
+        if not away:
             return f"memory: all state stays on the device, {room}"
         found = (
-            f"memory: {100 * self.share:.0f} % of the optimizer state, {self.host_bytes / 1e9:.3g} GB, on "
-            f"the host, for {room} on the device; its copies take {self.copies_s:.2g} s each way, and "
-            f"{self.exposed_s:.2g} s of them are not hidden in a step of {self.step_s:.2g} s (predicted)"
+            f"memory: {' and '.join(away)} on the host, for {room} on the device; copies take "
+            f"{self.copies_s:.2g} s each way, and {self.exposed_s:.2g} s of them are not hidden in a step of "
+            f"{self.step_s:.2g} s (predicted)"
         )
         return found if self.fits else f"{found}; it may not fit: see optim.state, optim.clip = 'layer'"
 
 
-def share_for(config: TrainConfig, mesh: Mesh) -> tuple[float, list[str]]:
-    """(the share of state that lies on the host, what is to be said of it). Collective where it is auto."""
+def share_for(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, float, list[str]]:
+    """(the configuration, which says where inputs of layers lie; the share of state that lies on the host;
+    what is to be said of it). Collective where it is auto."""
     memory = config.memory
     if memory.place != "auto":
-        return (memory.share if memory.travels else 0.0), []
+        return config, (memory.share if memory.travels else 0.0), []
     room = 1e9 * memory.device_gb or ALONE * memory_left(mesh)
     if mesh.num_ranks > 1:
         room = min(mesh.gather_objects(room))
     dtype = choose_dtype(config.model.dtype, mesh.device)
     found = best_placing(config, (mesh.dp, mesh.ep, mesh.tp), room, hardware_of(mesh.device), dtype)
-    return found.share, [found.line()]
+    return _with_inputs(config, found.input_bytes > 0), found.share, [found.line()]
+
+
+def _with_inputs(config: TrainConfig, on_host: bool) -> TrainConfig:
+    return with_values(config, {"memory.activations": "host" if on_host else "device"})
 
 
 def hardware_of(there: torch.device) -> Device:
@@ -99,8 +118,22 @@ def best_placing(
     """Of all recompute policies that are open; `axes` are dp, ep and tp."""
     asked = config.pipeline.recompute
     levels: tuple[Again, ...] = LEVELS if asked == "auto" else (("off" if asked == "norms" else asked),)
-    found = [placing(config, axes, room, hardware, dtype, level) for level in levels]
-    return min(found, key=lambda one: (not one.fits, one.step_s if one.fits else one.peak))
+    ways = [_with_inputs(config, on_host) for on_host in inputs_open(config)]
+    found = [placing(way, axes, room, hardware, dtype, level) for level in levels for way in ways]
+
+    def rank(one: Placing) -> tuple[bool, bool, float]:
+        return (False, one.input_bytes > 0, one.step_s) if one.fits else (True, False, one.peak)
+
+    return min(found, key=rank)
+
+
+def inputs_open(config: TrainConfig) -> Sequence[bool]:
+    """Whether inputs of layers may lie on the host."""
+    asked = config.memory.activations
+    wrong = list(activation_problems(config.pipeline, config.model, config.lora, config.optim))
+    if asked == "device" or wrong:
+        return (False,)
+    return (True,) if asked == "host" else (False, True)
 
 
 def placing(
@@ -123,6 +156,7 @@ def placing(
         over = here + state - room
         share = 0.0 if over <= 0 else min(-(-100 * (over + buffers) // max(travel * state, 1.0)) / 100, 1.0)
     leaves = share * travel * state
+    inputs = num_inputs(config) * input_bytes(config, axes, float(dtype.itemsize))
     times = simulated(with_values(config, {"pipeline.recompute": again}), axes, hardware, dtype, share)
     link = host_link(config)
     return Placing(
@@ -132,8 +166,9 @@ def placing(
         room=room,
         host_bytes=leaves,
         step_s=times.step,
-        copies_s=link.seconds(leaves),
-        exposed_s=times.exposed if share else 0.0,
+        copies_s=link.seconds(leaves + inputs * (1 if by_layers(config) else config.optim.accumulate)),
+        exposed_s=times.exposed if leaves + inputs else 0.0,
+        input_bytes=inputs,
     )
 
 
@@ -151,11 +186,20 @@ def state_and_rest(
     grads = parameters.summed * summed_type(config.optim.main_grad, dtype).itemsize
     tokens = config.data.batch_size * config.data.seq_len / (config.optim.accumulate * dp * ep)
     width = float(dtype.itemsize)
-    kept = sum(sharing.layer(sizes, sizes.moe_layers[index], tokens, width, again) for index in layers)
+    stay = [index for index in layers if not input_leaves(config, index)]
+    kept = sum(sharing.layer(sizes, sizes.moe_layers[index], tokens, width, again) for index in stay)
     kept *= config.optim.accumulate if by_layers(config) else 1
+    if len(stay) < len(layers):  # those that wait for their way out, and the ring
+        kept += 2 * config.memory.buffers * input_bytes(config, axes, width)
     most = beside(sizes, sharing, tokens, width, program=by_layers(config), head=True)
     state = owned * each_element(config.optim, "all", dtype)
     return state, held * dtype.itemsize + grads + kept + most
+
+
+def num_inputs(config: TrainConfig) -> int:
+    """That lie on the host at a time."""
+    leave = sum(input_leaves(config, index) for index in range(config.model.num_layers))
+    return leave * (config.optim.accumulate if by_layers(config) else 1)
 
 
 def buffer_bytes(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:

@@ -152,10 +152,16 @@ def with_host_inputs(
 
     Embedding and head hold on to the inputs of these, and backward begins with the last.
     """
-    size = input_bytes(config, axes, width) if config.memory.activations == "host" else 0.0
-    last = len(layers) - 1
-    leave = [0 < index < last and config.pipeline.runs_again(index) for index in range(len(layers))]
-    return [replace(layer, host_bytes=size * goes) for layer, goes in zip(layers, leave, strict=True)]
+    size = input_bytes(config, axes, width)
+    return [
+        replace(layer, host_bytes=size * input_leaves(config, index)) for index, layer in enumerate(layers)
+    ]
+
+
+def input_leaves(config: TrainConfig, index: int) -> bool:
+    """Whether the input of this layer lies on the host between forward and backward."""
+    inside = 0 < index < config.model.num_layers - 1
+    return config.memory.activations == "host" and inside and config.pipeline.runs_again(index)
 
 
 def estimated_buckets(

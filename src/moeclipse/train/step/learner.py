@@ -73,6 +73,7 @@ class Learner(CheckpointedState):
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         config, self.experts_do = as_far_as_it_goes(config, expert_group(mesh, config.moe).size)
+        config, share, notes = share_for(config, mesh)
         self.config, self.mesh = config, mesh
         samples = open_samples(config.data, config.model.vocab_size, config.run.seed, config.eval.held_out)
         self.samples, self.corpus = samples, corpus_of(samples)
@@ -88,7 +89,6 @@ class Learner(CheckpointedState):
         self.placement = ModelPlacement(config, mesh, layout)
         if layout is not None and layout.num_chains > 1 and not mesh.mirrored:
             raise ConfigError(f"{layout.schedule} holds two copies of the model: make Mesh(mirrored=True)")
-        share, notes = share_for(config, mesh)
         self.model = self._make_model(layout)
         self.groups = ParameterGroups.of(config.optim, config.lora)
         self.groups.apply(self.model, mesh)
