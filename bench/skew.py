@@ -10,7 +10,7 @@ those of each cure (`balance/cures`, which says what they are and how they are p
 half of the steps: first plans are made in the first. `static` has one slot for each of its experts; the other
 cures fill up to `--slots`.
 
-Training on ranks that really run: bench/skew_real.py.
+Training on ranks that really run: bench/skew_steps.py.
 """
 
 from __future__ import annotations

@@ -134,16 +134,24 @@ def chosen(
     mean = int(tokens / MOST_RAGGED) if ragged else tokens
     shape = SharedLayer(num_experts=EXPERTS, top_k=TOP_K, num_ranks=ranks, tokens=mean)
     if forced:
-        bounds = np.cumsum([0, *tokens_of(workload, shape)]) * TOP_K
-        found = [
-            (np.arange(bounds[rank], bounds[rank + 1]) % EXPERTS).reshape(-1, TOP_K) for rank in range(ranks)
-        ]
+        bounds = np.cumsum([0, *tokens_of(workload, shape)])
+        found = [dealt(np.arange(bounds[rank], bounds[rank + 1])) for rank in range(ranks)]
     else:
         found = choices(workload, seed, step, shape)
     rows_P = np.bincount(np.concatenate(found).ravel(), minlength=EXPERTS).reshape(ranks, -1).sum(1)
     fullest.append(float(rows_P.max() / rows_P.mean()))
     none = [np.full((max(tokens - len(ids), 0), TOP_K), -1) for ids in found]
     return [np.concatenate([ids[:tokens], rest]) for ids, rest in zip(found, none, strict=True)]
+
+
+def dealt(token_T: np.ndarray) -> np.ndarray:
+    """[T, K]: so many tokens as there are experts give each of them the same, at all distances in turn.
+
+    Neighbours alone would share a rank, and a token's row travels to a rank once.
+    """
+    stride_T = 1 + token_T // EXPERTS % ((EXPERTS - 1) // max(TOP_K - 1, 1))
+    found: np.ndarray = (token_T[:, None] + stride_T[:, None] * np.arange(TOP_K)) % EXPERTS
+    return found
 
 
 def measure(mesh: Mesh, bed: Bed) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from code_blocks import imports_of
@@ -202,3 +203,12 @@ def test_figures_that_are_none_are_seen() -> None:
         "zero",
         "nothing",
     ]
+
+
+def test_a_forced_gate_scatters_a_tokens_experts_as_chance_does() -> None:
+    """Four ranks of four experts: the other one of a token stands on its rank in three cases of fifteen."""
+    bench = runpy.run_path(str(BENCH / "skew_steps.py"))
+    ids_TK = bench["dealt"](np.arange(15 * 16))
+    assert np.bincount(ids_TK.ravel()).tolist() == [30] * 16
+    assert (ids_TK[:, 0] // 4 == ids_TK[:, 1] // 4).mean() == pytest.approx(3 / 15)
+    assert (ids_TK[:, 0] != ids_TK[:, 1]).all()
