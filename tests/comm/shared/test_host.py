@@ -217,27 +217,23 @@ def test_waiting_ends_and_names_the_rank(
 
 def brief(mesh: Mesh) -> bool:
     with opened(mesh) as memory:
-        begun = time.monotonic()
-        came = memory.signals.soon(3, 1, 0.01)
-        waited = time.monotonic() - begun
+        came = memory.signals.soon(3, 1, 0.01)  # nobody ever posts it
         mesh.barrier()
-        return not came and waited < 1.0
+        return came
 
 
 def test_a_short_wait_gives_up_without_an_error() -> None:
-    assert run_ranks(2, brief) == [True, True]
+    assert run_ranks(2, brief) == [False, False]
 
 
-def woken(mesh: Mesh) -> float:
-    signals.NAP_S = (5.0, 5.0)
+def woken(mesh: Mesh) -> None:
+    signals.NAP_S = (3600.0, 3600.0)  # who is not woken sleeps on
     with opened(mesh, spin=0) as memory:
-        begun = time.monotonic()
         if mesh.rank == 1:
             time.sleep(0.2)
             memory.signals.post(1, 1)
         memory.signals.wait(1, 1, 1, "test")
-        return time.monotonic() - begun
 
 
 def test_a_post_wakes_a_sleeper() -> None:
-    assert max(run_ranks(2, woken)) < 2.0
+    run_ranks(2, woken)

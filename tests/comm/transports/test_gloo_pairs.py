@@ -9,11 +9,13 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_signals import await_file
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports import gloo_pairs
@@ -68,19 +70,23 @@ def test_everything_arrives_where_it_belongs(ranks: int) -> None:
 Call = tuple[str, int, int, float]
 
 
-def calls_of(mesh: Mesh, count: int, hold_receipts_s: float = 0.0) -> list[Call]:
+def calls_of(mesh: Mesh, count: int, all_sent: Path | None = None) -> list[Call]:
     """What one exchange of `count` floats per peer asks of torch: (name, peer, tag, seconds).
 
-    With `hold_receipts_s` rank 1 signs late.
+    With `all_sent`, which rank 0 makes when rank 1 has all from it, rank 1 does not sign before.
     """
     calls: list[Call] = []
     real = {name: getattr(dist, name) for name in ("irecv", "isend")}
 
     def noted(name: str) -> Any:
         def call(tensor: torch.Tensor, peer: int, *, group: Any = None, tag: int) -> Any:
-            if mesh.rank == 1 and (name, tag) == ("isend", ACK):
-                time.sleep(hold_receipts_s)
+            if all_sent is not None and mesh.rank == 1 and (name, tag) == ("isend", ACK):
+                await_file(all_sent)
+                time.sleep(0.3)  # who does not wait for it would go on meanwhile
             calls.append((name, peer, tag, time.monotonic()))
+            sent = [call[:3] for call in calls].count(("isend", 1, TAG))
+            if all_sent is not None and mesh.rank == 0 and sent == 2:
+                all_sent.touch()
             return real[name](tensor, peer, group=group, tag=tag)
 
         return call
@@ -96,13 +102,13 @@ def test_ready_to_receive_before_sending() -> None:
         assert [name for name, _, tag, _ in calls if tag == TAG] == ["irecv"] * 6 + ["isend"] * 6
 
 
-def test_the_next_peer_has_its_turn_when_the_one_before_has_signed() -> None:
-    calls, *_ = run_ranks(3, calls_of, LARGE, 2.0)
-    to_first, to_second = (
-        [when for name, peer, tag, when in calls if (name, peer, tag) == ("isend", to, TAG)] for to in (1, 2)
-    )
-    assert max(to_first) - min(to_first) < 1.0, "the rest does not wait for the receipt"
-    assert min(to_second) - max(to_first) > 1.5, "rank 2 did not wait until rank 1 had signed"
+def test_the_next_peer_has_its_turn_when_the_one_before_has_signed(tmp_path: Path) -> None:
+    """And the rest does not wait for the receipt: else nobody would ever sign here."""
+    sender, receiver, _ = run_ranks(3, calls_of, LARGE, tmp_path / "sent")
+    to_second = [when for name, peer, tag, when in sender if (name, peer, tag) == ("isend", 2, TAG)]
+    signed = [when for name, peer, tag, when in receiver if (name, peer, tag) == ("isend", 0, ACK)]
+    assert len(to_second) == 2
+    assert min(to_second) > min(signed), "rank 2 waited until rank 1 had signed"
 
 
 def test_few_rows_are_sent_whole_and_nobody_signs() -> None:
@@ -111,29 +117,30 @@ def test_few_rows_are_sent_whole_and_nobody_signs() -> None:
         assert {tag for _, _, tag, _ in calls} == {TAG}
 
 
-def when_third_is_sent(mesh: Mesh) -> float:
-    """Seconds until rank 0 sends a third time, while rank 1 has not sent anything yet."""
-    real, began, sent = dist.isend, time.monotonic(), []
+def third_is_sent(mesh: Mesh, file: Path) -> None:
+    """Rank 1 sends nothing before rank 0 has sent a third time."""
+    sent: list[int] = []
 
     def isend(tensor: torch.Tensor, peer: int, *, group: Any = None, tag: int) -> Any:
         if tag == TAG:
             if mesh.rank == 1 and not sent:
-                time.sleep(3.0)
-            sent.append(time.monotonic() - began)
+                await_file(file)
+            sent.append(peer)
+            if mesh.rank == 0 and len(sent) == 5:  # each is sent in two parts
+                file.touch()
         return real(tensor, peer, group=group, tag=tag)
 
+    real = dist.isend
     gloo_pairs.dist = type("Slow", (), {"isend": staticmethod(isend), "irecv": staticmethod(dist.irecv)})
     mesh.barrier()
-    began = time.monotonic()
     wire = transport(mesh)
     results = [wire.all_to_all(torch.ones(2 * LARGE), [LARGE] * 2, [LARGE] * 2, "rows") for _ in range(3)]
     for result in results:
         result.get()
-    return sent[4]  # each is sent in two parts
 
 
-def test_who_has_not_sent_yet_signs_all_the_same() -> None:
-    assert run_ranks(2, when_third_is_sent)[0] < 1.5
+def test_who_has_not_sent_yet_signs_all_the_same(tmp_path: Path) -> None:
+    run_ranks(2, third_is_sent, tmp_path / "sent")
 
 
 def dies(mesh: Mesh) -> None:
