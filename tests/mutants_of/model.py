@@ -157,4 +157,20 @@ MUTANTS = (
         "a layer that is recomputed computes outputs that nobody reads",
         "a step with recompute is some percent slower than it has to be",
     ),
+    Mutant(
+        "model/recompute.py",
+        "            ctx.save_for_backward()\n",
+        "",
+        "train/step/test_host_inputs.py::test_what_has_left_takes_no_memory_of_the_device",
+        "autograd keeps inputs that have left",
+        "copies travel and no memory is won",
+    ),
+    Mutant(
+        "model/passes.py",
+        "    def forget_output(self) -> None:\n        self._out = None\n",
+        "    def forget_output(self) -> None:\n        pass\n",
+        "train/step/test_host_inputs.py::test_what_has_left_takes_no_memory_of_the_device",
+        "a layer keeps its output, which is the input that left",
+        "copies travel and no memory is won",
+    ),
 )

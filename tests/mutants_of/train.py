@@ -427,4 +427,28 @@ median(compute_ms[other] for other in ranks)
         "a run whose launches are checked ends in its first step",
         survived=True,
     ),
+    Mutant(
+        "train/step/host_inputs.py",
+        "        copy, buffer = self._coming.pop(key)\n        copy.get()\n",
+        "        copy, buffer = self._coming.pop(key)\n",
+        "train/step/test_host_inputs.py::test_the_same_bits_as_inputs_that_stay",
+        "an input that is on its way back is not waited for",
+        "a layer runs again from the input of another one",
+    ),
+    Mutant(
+        "train/step/host_inputs.py",
+        "while len(self._leaving) >= self.slots:",
+        "while len(self._leaving) >= 100:",
+        "train/step/test_host_inputs.py::test_what_has_left_takes_no_memory_of_the_device",
+        "nobody waits for inputs on their way out",
+        "where the wire is slow they are all on the device",
+    ),
+    Mutant(
+        "train/step/host_inputs.py",
+        "        self._next = 0\n        for",
+        "        for",
+        "train/step/test_host_inputs.py::test_a_step_that_is_interrupted_leaves_nothing_behind",
+        "a step goes on in the program of the one that was interrupted",
+        "it raises, and a run that tries again stops",
+    ),
 )

@@ -83,7 +83,7 @@ def compared(mesh: Mesh, ways: dict[str, dict[str, Any]]) -> None:
 BY_LAYERS = {"pipeline.schedule": "layers", "optim.accumulate": 4, "parallel.check_launches": True}
 ALONE: dict[str, dict[str, Any]] = {
     "one microbatch": {},
-    "several, one buffer": {"optim.accumulate": 4, "memory.buffers": 1},
+    "several, one buffer": {"optim.accumulate": 4, "memory.buffers": 1, "memory.copy_gb_s": 1e-4},
     "slow": {"memory.copy_gb_s": 0.0005},
     "state beside": {"memory.place": "host", "memory.copy_gb_s": 0.01},
     "updates in backward": {"memory.place": "host", "optim.clip": "layer", "optim.accumulate": 2},
