@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         "schedule/input_travel.py",
         "        found.setdefault(fetch, []).extend(places[InputKey.of(ops[before])].done)\n",
-        "",
+        "        pass\n",
         "schedule/test_input_travel.py::"
         "test_what_is_used_before_it_came_or_overwritten_while_it_is_read_is_refused",
         "a fetch does not wait for the last reader of its buffer",
