@@ -21,7 +21,7 @@ from moeclipse.core.errors import CheckpointError
 from moeclipse.train.checkpoints.checkpoint import Piece, Ranks, save
 from moeclipse.train.checkpoints.disk import DISK, Disk
 
-DEADLINE_S = 120
+DEADLINE_S = 600
 
 
 class PipeRanks:
