@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "sim/exchange.py",
+        "return costs.transfer_both(near, far, crosses)",
+        "return costs.transfer_both(near + far, 0.0, crosses)",
+        "sim/test_exchange.py::test_a_group_of_several_hosts_uses_both_links",
+        "rows between the hosts of one group are priced as if they stayed on one",
+        "one go over several hosts looks faster than it is, and faster cuts are not tried",
+    ),
+    Mutant(
         "sim/step_costs.py",
         "self.link.seconds(self.work.layer.tokens * self.row_bytes / self.work.tp)",
         "self.link.seconds(self.work.layer.tokens * self.row_bytes)",
