@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_signals import await_file
 
 from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.mesh import Mesh
@@ -64,25 +66,26 @@ def test_they_equal_those_of_torch(num_ranks: int) -> None:
     assert run_ranks(num_ranks, as_torch_does, num_ranks) == [25] * num_ranks
 
 
-def shown_at_launch(mesh: Mesh) -> tuple[float, list[float]]:
+def shown_at_launch(mesh: Mesh, arrived: Path) -> tuple[float, float]:
     """A peer gets its sum while this rank computes; waiting counts as communication, reading does not."""
     wire = collectives(mesh, mesh.world, mesh.grads, "on")
     wire.all_reduce(torch.ones(1), "warm up").get()
     mesh.recorder.begin_step()
     got = wire.all_reduce(torch.ones(1000), "gradients")
-    if mesh.rank == 0:
-        time.sleep(2.0)
     begun = time.monotonic()
+    if mesh.rank == 0:
+        await_file(arrived)
+        time.sleep(2.0)
+    away = time.monotonic() - begun
     got.get()
-    waited = time.monotonic() - begun
-    stamps = mesh.recorder.end_step()
-    return waited, [done - launched for _, _, launched, done in stamps.transfers]
+    arrived.touch()
+    ((_, _, launched, done),) = mesh.recorder.end_step().transfers
+    return done - launched, away
 
 
-def test_a_rank_that_computes_does_not_hold_up_its_peers() -> None:
-    for waited, seconds in run_ranks(2, shown_at_launch):
-        assert waited < 1.5
-        assert seconds[0] < 1.5, "what lay ready is not sold as a long transfer that was hidden"
+def test_a_rank_that_computes_does_not_hold_up_its_peers(tmp_path: Path) -> None:
+    (seconds, away), _ = run_ranks(2, shown_at_launch, tmp_path / "arrived")
+    assert seconds < 0.75 * away, "what lay ready is not sold as a long transfer that was hidden"
 
 
 def left_to_torch(mesh: Mesh) -> str:
