@@ -273,3 +273,19 @@ def test_folders_that_hold_no_run_are_told(tmp_path: Path, run: Path) -> None:
     (run / "config.toml").write_text("[parallel]\npp = 2\n")
     with pytest.raises(ConfigError, match="say how many with --ranks"):
         main([str(run)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_wrote_no_choices_has_as_many_ranks_as_told_of_their_memory(run: Path, ranks: int) -> None:
+    (run / "choices.json").unlink()
+    (run / "config.toml").write_text('preset = "tiny"\n')
+    memory = {"kinds": ["all"], "ranks": [[9]] * ranks}
+    told = json.loads((run / "summary.json").read_text()) | {"memory": memory}
+    (run / "summary.json").write_text(json.dumps(told))
+    found = load_run(run, RunTerms())
+    assert (found.dp * found.ep, found.measured is not None) == (ranks, True)
+    assert load_run(run, RunTerms(num_ranks=4)).ep == 4
+    for nothing in ({"ranks": []}, {"ranks": 2}, 7):
+        (run / "summary.json").write_text(json.dumps(told | {"memory": nothing}))
+        with pytest.raises(ConfigError, match="say how many with --ranks"):
+            load_run(run, RunTerms())

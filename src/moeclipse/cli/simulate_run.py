@@ -70,6 +70,8 @@ class RunSource:
     config: Path
     ranks: tuple[int, int] | None = None
     """dp and ep, as the run had them."""
+    num_ranks: int | None = None
+    """That have told of their memory; a run of one rank chooses nothing and writes no ranks."""
     settled: Mapping[str, Any] = field(default_factory=dict)
     measured: Measured | None = None
     on_cpu: bool = False
@@ -98,10 +100,17 @@ class RunSource:
         return cls(
             config=folder / "config.toml",
             ranks=(ranks[0], ranks[1]) if known else None,  # type: ignore[index]
+            num_ranks=_ranks_told(summary),
             settled=choices.get("settled") or {},
             measured=measured,
             on_cpu=bool(summary) and "mfu" not in summary,
         )
+
+
+def _ranks_told(summary: Mapping[str, Any]) -> int | None:
+    memory = summary.get("memory")
+    told = memory.get("ranks") if isinstance(memory, dict) else None
+    return len(told) if isinstance(told, list) and told else None
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -148,6 +157,8 @@ def load_run(path: Path, terms: RunTerms) -> RunStep:
 
 def axes_of(config: TrainConfig, source: RunSource, num_ranks: int | None) -> tuple[int, int]:
     parallel = config.parallel
+    if num_ranks is None and source.ranks is None:
+        num_ranks = source.num_ranks
     if num_ranks is not None:
         try:
             return parallel.sizes(num_ranks, config.moe.num_experts, config.moe.expert_tp)
