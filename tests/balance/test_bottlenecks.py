@@ -172,8 +172,8 @@ def test_loads_that_may_come_are_borne(parts: tuple[float, ...]) -> None:
     start = Draft.of(wrap_filled(problem, problem.slots_P), problem)
     before = improved(start, problem.num_slots, 300)
     after = steadied(before)
-    assert fullest(after) < 1 + 0.5 * (fullest(before) - 1)
-    assert fullest(after) < 1.01
+    assert fullest(after) <= fullest(before)
+    assert fullest(after) < 1 + 0.1 * (fullest(start) - 1) < 1.01
     taken = answer(PlanConfig(noise=NOISE, turnover=0.0, max_moved=1.0), problem)
     assert fullest(Draft.of(taken, problem)) < 1.015, "planners make use of it"
 

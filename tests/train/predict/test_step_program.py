@@ -19,12 +19,14 @@ from moeclipse.comm.async_ops.lane import Ready, gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ScheduleError
 from moeclipse.model.launches import LayerLaunches
+from moeclipse.pipeline.overlap import lay_out
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.launch import HostedLaunch
 from moeclipse.schedule.templates import replicate
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.step_program import shapes_of_run
 from moeclipse.train.step.learner import Learner
 
 STEPS = 2
@@ -231,3 +233,13 @@ def test_one_op_is_one_launch(corpus: str) -> None:
     assert found["LOADS_F"] == 8
     assert found["RESULTS_GATHER"] == found["LOADS_GATHER"] == found["LOADS_SUM"] == 1
     assert found["BUCKET_REDUCE"] == found["BUCKET_GATHER"] == found["BUCKET_UPDATE"] > 4
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
+def test_the_step_of_two_directions_shares_parameters_over_both_places(corpus: str, schedule: str) -> None:
+    config = configure(corpus, **{**BASE, "pipeline.schedule": schedule, "optim.accumulate": 4})
+    layout = lay_out(config.pipeline, config.model.num_layers, 2, config.optim.accumulate)
+    _, step = shapes_of_run(config, (1, 1, 1), layout)
+    both = schedule == "dualpipe"  # in the other one a rank has both ends of one copy
+    assert step.mirrored is both
+    assert step.members("dense_grads", 1, 2, 1) == ((0, 1) if both else (1,))
