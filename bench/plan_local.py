@@ -23,14 +23,12 @@ import torch
 from _smoke import BenchParser, machine, write
 
 from moeclipse.cli.measure import of_machine
-from moeclipse.cli.simulate_run import bytes_of
+from moeclipse.cli.simulate_run import step_on
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.cost.cluster import Cluster, cluster_at, cluster_from
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.predict.run_step import RunStep
-from moeclipse.train.predict.step_sizes import cluster_costs
 from moeclipse.train.presets import load
 from moeclipse.train.step.learner import Learner
 
@@ -118,9 +116,7 @@ def predicted(
     dp, tp, pp = (axes.get(name, 1) for name in ("dp", "tp", "pp"))
     ep = ranks // (dp * tp * pp)
     config = with_values(config, {"parallel.tp": tp, "parallel.pp": pp})
-    prices, sizes = cluster_costs(config, here, (dp, ep), 1.0), bytes_of(config, here, (dp, ep), 1.0)
-    run = RunStep(config=config, dp=dp, ep=ep, costs=None, step_costs=prices, bytes=sizes)
-    answer = run.answer(config.pipeline.schedule)
+    answer = step_on(here, config, (dp, ep)).answer(config.pipeline.schedule)
     return 1e3 * answer.summary.makespan, max(answer.bytes_of) / 2**30
 
 

@@ -11,14 +11,12 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from moeclipse.cli.simulate_run import bytes_of
+from moeclipse.cli.simulate_run import step_on
 from moeclipse.cli.two_ranks import Answer, ask_two_ranks
 from moeclipse.core.config import with_values
 from moeclipse.core.outside import parse_json
 from moeclipse.cost.cluster import cluster_from
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.predict.run_step import RunStep
-from moeclipse.train.predict.step_sizes import cluster_costs
 
 WARM, TIMED = 3, 5
 PATIENCE_S = 120.0
@@ -96,15 +94,7 @@ def predicted_step(kind: str, tables: Mapping[str, Any], inside: float = 1.0) ->
     machine = cluster_from(
         {**tables, "kernels": {**tables.get("kernels", {}), "inside": inside}}, "this machine"
     )
-    run = RunStep(
-        config=config,
-        dp=1,
-        ep=1,
-        costs=None,
-        step_costs=cluster_costs(config, machine, (1, 1), 1.0),
-        bytes=bytes_of(config, machine, (1, 1), 1.0),
-    )
-    return run.answer(config.pipeline.schedule).summary.makespan
+    return step_on(machine, config, (1, 1)).answer(config.pipeline.schedule).summary.makespan
 
 
 def kernels_inside(kind: str, tables: Mapping[str, Any], seconds: float) -> float:

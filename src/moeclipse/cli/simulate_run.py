@@ -143,15 +143,20 @@ def load_run(path: Path, terms: RunTerms) -> RunStep:
         machine = replace(machine, far=link(terms.far))
     imbalance = 1.1 if terms.imbalance is None else terms.imbalance
     limit = None if terms.memory_limit is None else terms.memory_limit * 2**30
+    run = step_on(machine, config, (dp, ep), imbalance)
+    measured = measured if as_run else None
+    return replace(run, costs=table_of(terms.costs), memory_limit=limit, measured=measured)
+
+
+def step_on(machine: Cluster, config: TrainConfig, axes: tuple[int, int], imbalance: float = 1.0) -> RunStep:
+    """Priced by the machine alone; `axes`: dp and ep."""
     return RunStep(
         config=config,
-        dp=dp,
-        ep=ep,
-        costs=table_of(terms.costs),
-        step_costs=cluster_costs(config, machine, (dp, ep), imbalance),
-        bytes=bytes_of(config, machine, (dp, ep), imbalance),
-        memory_limit=limit,
-        measured=measured if as_run else None,
+        dp=axes[0],
+        ep=axes[1],
+        costs=None,
+        step_costs=cluster_costs(config, machine, axes, imbalance),
+        bytes=bytes_of(config, machine, axes, imbalance),
     )
 
 
