@@ -236,9 +236,9 @@ def test_an_update_that_is_not_the_next_of_the_program_is_refused() -> None:
     run_alone(out_of_order)
 
 
-def given_back(mesh: Mesh) -> None:
+def given_back(mesh: Mesh, config: TrainConfig) -> None:
     before = threading.active_count()
-    learner = Learner(config_of(HOST), mesh)
+    learner = Learner(config, mesh)
     learner.step(0)
     assert threading.active_count() == before + 2
     del learner
@@ -247,7 +247,7 @@ def given_back(mesh: Mesh) -> None:
 
 
 def test_memory_and_threads_are_given_back_with_the_optimizer() -> None:
-    run_alone(given_back)
+    run_alone(given_back, config_of(HOST))
 
 
 def written_as_it_lies(mesh: Mesh) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_host_states import given_back
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeclipse.comm.mesh import Mesh
@@ -284,15 +284,5 @@ def test_what_cannot_be_right_is_said(changes: dict[str, Any], words: str) -> No
     assert [text for text in problems_of(config_of(HOST, changes)) if words in text]
 
 
-def given_back(mesh: Mesh) -> None:
-    before = threading.active_count()
-    learner = Learner(config_of(HOST), mesh)
-    learner.step(0)
-    assert threading.active_count() == before + 2
-    del learner
-    gc.collect()
-    assert threading.active_count() == before
-
-
 def test_memory_and_threads_are_given_back_with_the_learner() -> None:
-    run_alone(given_back)
+    run_alone(given_back, config_of(HOST))
