@@ -96,7 +96,7 @@ def timed(mutant: Mutant) -> tuple[Mutant, bool, str, float]:
 
 def main(words: list[str]) -> int:
     wanted = [m for m in MUTANTS if all(word in f"{m.file} {m.test}" for word in words)]
-    began, survivors = time.monotonic(), 0
+    began, survivors = time.monotonic(), list[str]()
     with ThreadPool(os.cpu_count() or 1) as pool:
         for mutant, noticed, said, seconds in pool.imap(timed, wanted):
             print(
@@ -104,9 +104,13 @@ def main(words: list[str]) -> int:
                 flush=True,
             )
             if not noticed:
-                survivors += 1
+                survivors.append(f"{mutant.file}  {mutant.test}")
                 print(f"{mutant.old}\n    became\n{mutant.new}\n{said}", flush=True)
-    print(f"{len(wanted)} mutants, {survivors} survived, {time.monotonic() - began:.0f} s")
+    print(
+        f"{len(wanted)} mutants, {len(survivors)} survived, {time.monotonic() - began:.0f} s",
+        *survivors,
+        sep="\n",
+    )
     return 1 if survivors or not wanted else 0
 
 
