@@ -43,8 +43,8 @@ TESTS_FAILED, NOT_TESTED = 1, 99
 """pytest returns the first when tests have run and failed; the second says that the copy was not tested."""
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
 PROFILE = "mutants"
-"""That a case fails is all there is to know: nobody waits for the smallest one."""
-hypothesis.settings.register_profile(PROFILE, deadline=None, phases=PHASES)
+"""That a case fails is all there is to know: nobody waits for the smallest one. Replays draw alike."""
+hypothesis.settings.register_profile(PROFILE, deadline=None, phases=PHASES, derandomize=True)
 # As conftest does in every fork: what torch imports for it takes two seconds.
 torch._C._set_deterministic_algorithms(True)  # as tests/conftest.py
 
