@@ -156,7 +156,7 @@ def optim_problems(config: TrainConfig) -> Iterator[str]:
     yield from type_problems(config.optim, config.model.dtype)
     yield from travel_problems(config.memory, config.optim, config.placement, config.parallel.pp)
     if config.memory.activations == "host":
-        yield from activation_problems(config.pipeline, config.model, config.lora, config.optim)
+        yield from activation_problems(config.pipeline, config.model)
     if config.optim.state == "8bit" and config.parallel.tp > 1:
         yield from block_problems(config.model, config.moe, config.parallel.tp)
 

@@ -23,6 +23,7 @@ from moeclipse.train.predict.host_share import (
 )
 from moeclipse.train.predict.plan_config import config_for
 from moeclipse.train.predict.state_bytes import each_element
+from moeclipse.train.predict.step_program import leaving_inputs
 from moeclipse.train.step.learner import Learner
 
 BIG = {
@@ -128,6 +129,22 @@ def test_inputs_of_layers_leave_where_nothing_fits_without() -> None:
     assert saved == -(46 - 2 * 3) * each, "but for the ring and those that wait for their way out"
     enough = (ONE, 133e9, device("h200"), torch.bfloat16)
     assert best_placing(big(**many), *enough).input_bytes == 0
+
+
+def test_of_adapters_only_what_is_trained_has_state_and_inputs_leave_above_it() -> None:
+    few = big(**{"pipeline.recompute": "full", "lora.rank": 16, "optim.clip": "global"})
+    given = (ONE, 85e9, device("h200"), torch.bfloat16)
+    found = best_placing(few, *given)
+    assert found.fits
+    assert found.input_bytes == 46 * 16 * 4096 * 2048 * 2
+    stay = best_placing(with_values(few, {"memory.activations": "device"}), *given)
+    assert not stay.fits
+    assert stay.host_bytes < 3e9, "all that there is"
+    above = {"optim.frozen": tuple(f"layers.{n}.*" for n in range(40)), "memory.activations": "host"}
+    assert leaving_inputs(with_values(few, above), ONE) == list(range(41, 47))
+    assert leaving_inputs(with_values(few, above), (2, 1, 1)) == list(range(1, 47)), (
+        "ranks want all gradients"
+    )
 
 
 def chosen(mesh: Mesh) -> None:

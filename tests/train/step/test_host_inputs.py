@@ -97,13 +97,22 @@ ALONE: dict[str, dict[str, Any]] = {
     "by layers, updates in backward": {**BY_LAYERS, "memory.place": "host", "optim.clip": "layer"},
     "some layers": {"pipeline.recompute_layers": 3},
     "norms behind": {"model.norms": "after"},
+    "adapters": {"lora.rank": 4, "optim.accumulate": 2},
+    "adapters, by layers": {"lora.rank": 4, **BY_LAYERS},
+    "frozen below": {"optim.frozen": ("embedding", "layers.0", "layers.1"), "optim.accumulate": 2},
+    "adapters above, state beside": {
+        "lora.rank": 4,
+        "optim.frozen": ("layers.0", "layers.1"),
+        "memory.place": "host",
+    },
+    "frozen between": {"optim.frozen": ("layers.2", "norm"), "memory.buffers": 1},
 }
 
 
 @pytest.mark.parametrize(
     "ways",
     [
-        ("several, one buffer", "auto", "by layers, updates in backward"),
+        ("several, one buffer", "auto", "by layers, updates in backward", "adapters above, state beside"),
         pytest.param(tuple(ALONE), marks=pytest.mark.full),
     ],
     ids=["some", "all"],
@@ -160,15 +169,21 @@ def gone(mesh: Mesh, how: dict[str, Any]) -> None:
     kept: list[int] = []
     inputs.store = noted  # type: ignore[method-assign]
     learner.step(0)
-    accumulate = learner.config.optim.accumulate
-    assert len(kept) == 3 * accumulate
+    accumulate, frozen = learner.config.optim.accumulate, len(learner.config.optim.frozen)
+    assert len(kept) == (3 - frozen) * accumulate, "below the first that is trained nothing comes back"
     assert max(kept) <= inputs.slots + 1, "more are there than wait for their way out"
     gc.collect()
     assert not inputs._coming
 
 
 @pytest.mark.parametrize(
-    "how", [{"memory.buffers": 1}, {**BY_LAYERS, "memory.buffers": 1}], ids=["plain", "layers"]
+    "how",
+    [
+        {"memory.buffers": 1},
+        {**BY_LAYERS, "memory.buffers": 1},
+        {"lora.rank": 4, "optim.frozen": ("layers.0",), "memory.buffers": 1},
+    ],
+    ids=["plain", "layers", "adapters"],
 )
 def test_what_has_left_takes_no_memory_of_the_device(how: dict[str, Any]) -> None:
     run_alone(gone, how)
@@ -254,6 +269,9 @@ def refused(mesh: Mesh) -> None:
         ConfigError, match=r"the host has .* GB of memory for this rank, and the inputs of layers"
     ):
         Learner(config_of(HOST, {"memory.host_gb": 1e-6}), mesh)
+    below = {"lora.rank": 4, "optim.frozen": tuple(f"layers.{n}" for n in range(4))}
+    with pytest.raises(ConfigError, match="moves nothing: no layer between the first that has something"):
+        Learner(config_of(HOST, below), mesh)
     learner = Learner(config_of(HOST), mesh)
     assert learner.inputs is not None
     learner.inputs.begin_step()
@@ -276,7 +294,7 @@ def test_a_host_without_room_and_another_order_are_refused() -> None:
             {"pipeline.schedule": "zb-h1", "parallel.pp": 2, "optim.accumulate": 4},
             "leaves weight gradients for",
         ),
-        ({"lora.rank": 4}, "a model of which all is trained"),
+        ({"pipeline.recompute_layers": 1}, "needs pipeline.recompute_layers above 1: the first layer"),
     ],
 )
 def test_what_cannot_be_right_is_said(changes: dict[str, Any], words: str) -> None:

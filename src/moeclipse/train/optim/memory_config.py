@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from moeclipse.balance.config import PlacementConfig
     from moeclipse.model.config import ModelConfig
-    from moeclipse.model.lora_config import LoraConfig
     from moeclipse.pipeline.config import PipelineConfig
     from moeclipse.train.optim.optim_config import OptimConfig
 
@@ -90,9 +89,7 @@ WEIGHTS_AT_ONCE = ("auto", "1f1b", "1f1b-pairs", "pp1", "gpipe", "vpp", "vpp+1",
 """Schedules that leave no weight gradients for later: until these, a layer reads its input."""
 
 
-def activation_problems(
-    pipeline: PipelineConfig, model: ModelConfig, lora: LoraConfig, optim: OptimConfig
-) -> Iterator[str]:
+def activation_problems(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[str]:
     """Why inputs of layers cannot lie on the host."""
     told = "memory.activations = 'host'"
     if pipeline.recompute != "full":
@@ -102,10 +99,13 @@ def activation_problems(
         )
     if model.num_layers < 3:
         yield f"{told} needs three layers, not {model.num_layers}: the first and the last keep theirs"
+    elif not pipeline.runs_again(1):
+        yield (
+            f"{told} needs pipeline.recompute_layers above {pipeline.recompute_layers}: the first layer "
+            "keeps its input"
+        )
     if pipeline.schedule not in WEIGHTS_AT_ONCE:
         yield (
             f"{told} does not go with pipeline.schedule = {pipeline.schedule!r}, which leaves weight "
             f"gradients for later; choose one of {', '.join(map(repr, WEIGHTS_AT_ONCE))}"
         )
-    if lora.rank or optim.frozen:
-        yield f"{told} needs a model of which all is trained: below that backward asks for no inputs"

@@ -26,7 +26,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.cost.cluster import cluster
 from moeclipse.cost.hardware import LINKS, Device, Link, device
-from moeclipse.cost.step_bytes import ALONE, Again, Sharing, beside
+from moeclipse.cost.sizes import ModelSizes
+from moeclipse.cost.step_bytes import ALONE, Again, Sharing, StateBytes, beside
 from moeclipse.model.flops import device_of
 from moeclipse.plan.state_place import StatePlace
 from moeclipse.schedule.kinds import TO_DEVICE, TO_HOST
@@ -35,13 +36,13 @@ from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import summed_type
 from moeclipse.train.optim.memory_config import activation_problems
-from moeclipse.train.predict.model_sizes import sizes_of, unpriced
+from moeclipse.train.predict.model_sizes import sizes_of, sizes_of_run, unpriced
 from moeclipse.train.predict.run_step import RunStep, StepPrices
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import (
     by_layers,
     input_bytes,
-    input_leaves,
+    leaving_inputs,
     one_layer_at_a_time,
 )
 from moeclipse.train.predict.step_sizes import cluster_costs, step_work
@@ -118,7 +119,7 @@ def best_placing(
     """Of all recompute policies that are open; `axes` are dp, ep and tp."""
     asked = config.pipeline.recompute
     levels: tuple[Again, ...] = LEVELS if asked == "auto" else (("off" if asked == "norms" else asked),)
-    ways = [_with_inputs(config, on_host) for on_host in inputs_open(config)]
+    ways = [_with_inputs(config, on_host) for on_host in inputs_open(config, axes)]
     found = [placing(way, axes, room, hardware, dtype, level) for level in levels for way in ways]
 
     def rank(one: Placing) -> tuple[bool, bool, float]:
@@ -127,11 +128,11 @@ def best_placing(
     return min(found, key=rank)
 
 
-def inputs_open(config: TrainConfig) -> Sequence[bool]:
+def inputs_open(config: TrainConfig, axes: tuple[int, int, int]) -> Sequence[bool]:
     """Whether inputs of layers may lie on the host."""
     asked = config.memory.activations
-    wrong = list(activation_problems(config.pipeline, config.model, config.lora, config.optim))
-    if asked == "device" or wrong:
+    wrong = list(activation_problems(config.pipeline, config.model))
+    if asked == "device" or wrong or not leaving_inputs(_with_inputs(config, True), axes):
         return (False,)
     return (True,) if asked == "host" else (False, True)
 
@@ -156,7 +157,7 @@ def placing(
         over = here + state - room
         share = 0.0 if over <= 0 else min(-(-100 * (over + buffers) // max(travel * state, 1.0)) / 100, 1.0)
     leaves = share * travel * state
-    inputs = num_inputs(config) * input_bytes(config, axes, float(dtype.itemsize))
+    inputs = num_inputs(config, axes) * input_bytes(config, axes, float(dtype.itemsize))
     times = simulated(with_values(config, {"pipeline.recompute": again}), axes, hardware, dtype, share)
     link = host_link(config)
     return Placing(
@@ -177,36 +178,46 @@ def state_and_rest(
 ) -> tuple[float, float]:
     """Bytes on a rank at its peak: (optimizer state, all else). `fused`: our kernels compute the experts."""
     dp, ep, tp = axes
-    sizes = sizes_of(config.model, config.moe, config.gate)
+    sizes = _sizes(config)
     by_layer = one_layer_at_a_time(config, dp * ep * tp, 1)
     sharing = Sharing(dp=dp, ep=ep, tp=tp, fused=fused, by_layer=by_layer)
     layers, tables = range(config.model.num_layers), (True, not config.model.tie_embeddings)
     parameters = sharing.held(sizes, layers, tables)
-    held, owned = parameters.trained, parameters.owned
-    grads = parameters.summed * summed_type(config.optim.main_grad, dtype).itemsize
+    grad = summed_type(config.optim.main_grad, dtype).itemsize
+    held = StateBytes(weight=dtype.itemsize, gradient=grad, shard=0.0).of(sizes, parameters)
     tokens = config.data.batch_size * config.data.seq_len / (config.optim.accumulate * dp * ep)
     width = float(dtype.itemsize)
-    stay = [index for index in layers if not input_leaves(config, index)]
-    kept = sum(sharing.layer(sizes, sizes.moe_layers[index], tokens, width, again) for index in stay)
+    leave = leaving_inputs(config, axes)
+    kept = sum(
+        sharing.layer(sizes, sizes.moe_layers[index], tokens, width, again, sizes.training(index))
+        for index in layers
+        if index not in leave
+    )
     kept *= config.optim.accumulate if by_layers(config) else 1
-    if len(stay) < len(layers):  # those that wait for their way out, and the ring
+    if leave:  # those that wait for their way out, and the ring
         kept += 2 * config.memory.buffers * input_bytes(config, axes, width)
     most = beside(sizes, sharing, tokens, width, program=by_layers(config), head=True)
-    state = owned * each_element(config.optim, "all", dtype)
-    return state, held * dtype.itemsize + grads + kept + most
+    state = parameters.owned * each_element(config.optim, "all", dtype)
+    return state, held + kept + most
 
 
-def num_inputs(config: TrainConfig) -> int:
+def _sizes(config: TrainConfig) -> ModelSizes:
+    """What is frozen counts as trained where nobody knows its price."""
+    if unpriced(config.model):
+        return sizes_of(config.model, config.moe, config.gate)
+    return sizes_of_run(config)
+
+
+def num_inputs(config: TrainConfig, axes: tuple[int, int, int]) -> int:
     """That lie on the host at a time."""
-    leave = sum(input_leaves(config, index) for index in range(config.model.num_layers))
-    return leave * (config.optim.accumulate if by_layers(config) else 1)
+    return len(leaving_inputs(config, axes)) * (config.optim.accumulate if by_layers(config) else 1)
 
 
 def buffer_bytes(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:
     """Of the ring."""
     each = each_element(config.optim, config.memory.states, dtype)
     place = StatePlace(each=each, buffers=config.memory.buffers)
-    return place.ring(sizes_of(config.model, config.moe, config.gate), axes[0] * axes[1] * axes[2])
+    return place.ring(_sizes(config), axes[0] * axes[1] * axes[2])
 
 
 def host_link(config: TrainConfig) -> Link:

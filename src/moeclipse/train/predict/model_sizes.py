@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -13,7 +15,7 @@ from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.sizes import ModelSizes, TrainedLayer
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.count import gate_width
-from moeclipse.model.lora_config import is_adapter
+from moeclipse.model.lora_config import LoraConfig, is_adapter
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.ops.activation import hidden_width
@@ -44,12 +46,9 @@ def sizes_of_run(config: TrainConfig) -> ModelSizes:
     if not (config.lora.rank or config.optim.frozen):
         return sizes
     groups = ParameterGroups.of(config.optim, config.lora)
-    numbers = replace(config.model, base="", dense_base="")  # shapes are those of what is decoded
-    nowhere = Mesh.single(torch.device("meta"))
-    whole = Transformer(numbers, config.moe, config.gate, mesh=nowhere, lora=config.lora)
     by_layer: dict[int, list[tuple[str, torch.Tensor]]] = {}
     tables = [True, True]
-    for name, parameter in whole.named_parameters():
+    for name, parameter in parameters_of(config):
         if name.startswith("layers."):
             _, number, rest = name.split(".", 2)
             by_layer.setdefault(int(number), []).append((rest, parameter))
@@ -65,6 +64,31 @@ def sizes_of_run(config: TrainConfig) -> ModelSizes:
         expert_bits=BITS[config.model.base],
         dense_bits=BITS[config.model.dense_base],
     )
+
+
+def parameters_of(config: TrainConfig) -> Sequence[tuple[str, torch.Tensor]]:
+    """Names, and shapes of what is decoded."""
+    numbers = replace(config.model, base="", dense_base="")
+    return _nowhere(numbers, config.moe, config.gate, config.lora)
+
+
+@lru_cache(maxsize=4)
+def _nowhere(
+    model: ModelConfig, moe: MoEConfig, gate: GateConfig, lora: LoraConfig
+) -> Sequence[tuple[str, torch.Tensor]]:
+    """A search asks often, and a model of many layers takes half a second."""
+    whole = Transformer(model, moe, gate, mesh=Mesh.single(torch.device("meta")), lora=lora)
+    return list(whole.named_parameters())
+
+
+def first_trained(config: TrainConfig) -> int:
+    """The first layer with something to train: there backward ends; 0 with the embedding."""
+    groups = ParameterGroups.of(config.optim, config.lora)
+    if not groups.is_frozen("embedding"):
+        return 0
+    names = (name for name, _ in parameters_of(config) if not groups.is_frozen(name))
+    layers = (int(name.split(".")[1]) for name in names if name.startswith("layers."))
+    return min(layers, default=config.model.num_layers)
 
 
 def unpriced(model: ModelConfig) -> str:

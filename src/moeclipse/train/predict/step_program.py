@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import Buckets
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.placement.may_move import as_far_as_it_goes
+from moeclipse.train.predict.model_sizes import first_trained
 
 ON_MESH = (
     "world",
@@ -148,20 +150,25 @@ def input_bytes(config: TrainConfig, axes: tuple[int, int, int], width: float) -
 def with_host_inputs(
     layers: Sequence[LayerShape], config: TrainConfig, axes: tuple[int, int, int], width: float
 ) -> list[LayerShape]:
-    """Those whose inputs travel say so: all that are recomputed whole, but for the first and the last.
+    """Those whose inputs travel say so."""
+    size, leave = input_bytes(config, axes, width), leaving_inputs(config, axes)
+    return [replace(layer, host_bytes=size * (index in leave)) for index, layer in enumerate(layers)]
 
-    Embedding and head hold on to the inputs of these, and backward begins with the last.
+
+def leaving_inputs(config: TrainConfig, axes: tuple[int, int, int]) -> list[int]:
+    """Layers whose inputs lie on the host between forward and backward: those that are recomputed whole.
+
+    Not the first, whose input is held on to by the embedding, or as the end of backward; autograd on one rank
+    has that end at the first layer with something to train. Nor the last: backward begins with it.
     """
-    size = input_bytes(config, axes, width)
+    if config.memory.activations != "host":
+        return []
+    num_ranks = prod(axes) * config.parallel.pp
+    alone = num_ranks == 1 and not config.runs_program(config.parallel.pp, 1)
+    first = first_trained(config) if alone else 0
     return [
-        replace(layer, host_bytes=size * input_leaves(config, index)) for index, layer in enumerate(layers)
+        index for index in range(first + 1, config.model.num_layers - 1) if config.pipeline.runs_again(index)
     ]
-
-
-def input_leaves(config: TrainConfig, index: int) -> bool:
-    """Whether the input of this layer lies on the host between forward and backward."""
-    inside = 0 < index < config.model.num_layers - 1
-    return config.memory.activations == "host" and inside and config.pipeline.runs_again(index)
 
 
 def estimated_buckets(

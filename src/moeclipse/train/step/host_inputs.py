@@ -54,8 +54,13 @@ class HostInputs:
         self._first_layers = shape.first_layers
         self._regions = host_regions(shape, ops)
         self._buffer_of = ring_buffers(ops, self.slots)
-        sizes = (layer.host_bytes for stage in shape.layers for layer in stage)
-        self._each = -(-int(max(sizes)) // PAGE_BYTES) * PAGE_BYTES
+        largest = int(max(layer.host_bytes for stage in shape.layers for layer in stage))
+        self._each = -(-largest // PAGE_BYTES) * PAGE_BYTES
+        if not largest:
+            raise ConfigError(
+                "memory.activations = 'host' moves nothing: no layer between the first that has something to "
+                "train and the last; set it to 'device'"
+            )
         if self.num_bytes > room:
             raise ConfigError(
                 f"the host has {max(room, 0) / 1e9:.3g} GB of memory for this rank, and the inputs of layers "
