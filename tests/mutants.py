@@ -38,7 +38,8 @@ import torch  # noqa: E402
 from mutants_of import MUTANTS  # noqa: E402
 from mutants_of.mutant import ROOT, Mutant  # noqa: E402
 
-PATIENCE_S = 120
+PATIENCE_S = 600
+"""A test that takes a minute alone takes several beside other work; one that hangs counts as not noticed."""
 TESTS_FAILED, NOT_TESTED = 1, 99
 """pytest returns the first when tests have run and failed; the second says that the copy was not tested."""
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
