@@ -15,8 +15,8 @@ MUTANTS = (
     ),
     Mutant(
         "model/attention.py",
-        "at = positions.seen(self.window)",
-        "at = positions.seen(0)",
+        "at = positions.seen(self.window) if",
+        "at = positions.seen(0) if",
         "model/test_rotary.py::test_layers_with_a_window_turn_by_a_base_of_their_own",
         "layers with a window turn as all others",
         "Mellum and Laguna compute something else than theirs",

@@ -71,8 +71,8 @@ MUTANTS = (
     ),
     Mutant(
         "ops/adam.py",
-        "(stretch.to(torch.float64, copy=True) for part in parts",
-        "(stretch.to(part.dtype, copy=True) for part in parts",
+        "wide = stretch.to(torch.float64, copy=True)",
+        "wide = stretch.to(part.dtype, copy=True)",
         "ops/test_adam.py::test_squares_are_added_in_float64",
         "squares added in the type of the gradients",
         "the norm of a large model loses digits, and clipping with it",

@@ -11,11 +11,11 @@ MUTANTS = (
         if d_x is not None and tp.size > 1:
             travelling = reduce_input_grad(tp, d_x, label)
         parameters = [*weights, *ctx.biases]
-        grads = _submit(tp, parameters, wanted, [*dys_TN, *dys_TN], x_TD, num)
+        grads = tp.wgrads.submit_linears(parameters, wanted, [*dys_TN, *dys_TN], x_TD, num, fuse=tp.fuse)
 """,
         """\
         parameters = [*weights, *ctx.biases]
-        grads = _submit(tp, parameters, wanted, [*dys_TN, *dys_TN], x_TD, num)
+        grads = tp.wgrads.submit_linears(parameters, wanted, [*dys_TN, *dys_TN], x_TD, num, fuse=tp.fuse)
         if d_x is not None and tp.size > 1:
             travelling = reduce_input_grad(tp, d_x, label)
 """,

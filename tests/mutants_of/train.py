@@ -7,8 +7,8 @@ from mutants_of.mutant import Mutant
 MUTANTS = (
     Mutant(
         "train/optim/adamw.py",
-        "            if self._rounded(bucket) is None and plain",
-        "            if bucket.rounded is None and plain",
+        "and (alone or bucket.rounded is None):",
+        "and bucket.rounded is None:",
         "train/test_optim_states.py::test_experts_that_move_take_the_updates_of_weights_without_a_master",
         "weights without a master are taken for rounded",
         "experts that may move never train",

@@ -12,7 +12,7 @@ from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.ops.random import fill_normal
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.tensor.weight_grad import are_first, attach, bias_grad, weight_grad
+from moeclipse.tensor.weight_grad import are_first, attach, begin, bias_grad, weight_grad
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone
 
@@ -186,7 +186,7 @@ def early_w(mesh: Mesh) -> list[str]:
             y.sum().backward()
 
     backward(0)
-    state.begin()
+    begin([state])
     tp.wgrads.run(microbatch=0)
     events.append("W 0")
     backward(1)

@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
     def _documents(self, q: torch.Tensor, positions: Positions) -> torch.Tensor | None:
         """Those that do not see each other; pieces of a text are like documents."""
-        documents = positions.pieces(self.chunk)
+        documents = positions.pieces(self.chunk) if self.chunk else positions.documents_BS
         return documents if documents is None else documents.expand(len(q), -1)
 
     def grown(self, q_BHSd: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Attention(nn.Module):
                 q_BSHd = rms_norm(q_BSHd, norms[0], eps, place_of(norms[0]))
                 k_BSGd = rms_norm(k_BSGd, norms[1], eps, place_of(norms[1]))
             return q_BSHd.transpose(1, 2), k_BSGd.transpose(1, 2)
-        at = positions.seen(self.window)
+        at = positions.seen(self.window) if self.window else positions
         table = at.rows if q_BSHd.dtype == torch.float64 else at.narrow_rows
         places = (None, None) if norms is None else (place_of(norms[0]), place_of(norms[1]))
         q, k = turn(q_BSHd, k_BSGd, table, self.rotary.pairs == "neighbours", norms, eps, places)
@@ -232,12 +232,12 @@ class GroupedQueryAttention(Attention):
             [part.bias for part in linears],
             label=self.label,
         )
-        q_TD, k_TD, v_TD = (
-            self._adapted(y_TD, x_TD, name) for y_TD, name in ((q_TD, "q"), (k_TD, "k"), (v_TD, "v"))
-        )
+        if self.adapters:
+            q_TD, k_TD = self._adapted(q_TD, x_TD, "q"), self._adapted(k_TD, x_TD, "k")
+            v_TD = self._adapted(v_TD, x_TD, "v")
         q, k = self._split(q_TD, positions, self.q_norm), self._split(k_TD, positions, self.k_norm)
         q, k = self._turned(q, k, positions, self.q_norm, self.k_norm)
-        q = self.grown(q, positions)
+        q = q if self.growth is None else self.grown(q, positions)
         v = heads(self._clipped(v_TD), positions.length, self.head_dim)
         call = positions.cache
         if call is not None:
@@ -266,7 +266,8 @@ class GroupedQueryAttention(Attention):
             factor_TD = opened(gate[0].to(WIDE[gate[0].dtype])).to(mixed_TD.dtype)
             mixed_THd = mixed_TD.unflatten(1, (factor_TD.shape[1], -1))
             mixed_TD = (mixed_THd * factor_TD[..., None]).flatten(1)
-        return self._adapted(self.o(mixed_TD), mixed_TD, "o")
+        out_TD = self.o(mixed_TD)
+        return self._adapted(out_TD, mixed_TD, "o") if self.adapters else out_TD
 
     def _split(self, x_TD: torch.Tensor, positions: Positions, norm: nn.Module | None) -> torch.Tensor:
         """[B, S, heads, d], normed over all heads and clipped."""

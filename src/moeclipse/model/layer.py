@@ -248,7 +248,8 @@ class TransformerLayer(nn.Module):
             )
             return move(x_TD, tp, *there, self._label), tokens
         if tp.size == 1:
-            return x_TD, replace(tokens, group=moe.token_group)
+            group = moe.token_group
+            return x_TD, tokens if tokens.group is group else replace(tokens, group=group)
         num_tokens = len(x_TD) * (tp.size if tp.parts_tokens else 1)
         bounds = even_bounds(num_tokens, tp.size)
         mine = replace(tokens, first=tokens.first + bounds[tp.index], group=moe.token_group)

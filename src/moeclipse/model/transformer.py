@@ -89,6 +89,7 @@ class Transformer(nn.Module):
         """
         super().__init__()
         self.config, self.mesh = config, mesh
+        self.rotary, self.near = Rotary.of(config), near_rotary(config)
         held = range(config.num_layers) if held is None else held
         self.begins, self.ends = 0 in held, config.num_layers - 1 in held
         self.tp = tp or TensorParallel.of(mesh)
@@ -175,9 +176,8 @@ class Transformer(nn.Module):
         return h_TD if frozen else wants_gradient(h_TD)
 
     def positions(self, ids_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> Positions:
-        rotary, length = Rotary.of(self.config), ids_BS.shape[1]
-        near = near_rotary(self.config)
-        return Positions.of(rotary, length, self.mesh.device, documents_BS=documents_BS, near=near)
+        length, device = ids_BS.shape[1], self.mesh.device
+        return Positions.of(self.rotary, length, device, documents_BS=documents_BS, near=self.near)
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """Of this rank's part of the vocabulary, for all tokens of the tp ranks."""

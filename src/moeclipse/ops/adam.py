@@ -91,7 +91,8 @@ def adam_reference(
         wide = WIDE[weight.dtype]
         w = weight.to(wide)
     # Where state has the wide type these are the tensors themselves.
-    m, v = (decode(one) if isinstance(one, EightBits) else one.to(wide) for one in (adam_m, adam_v))
+    m = decode(adam_m) if isinstance(adam_m, EightBits) else adam_m.to(wide)
+    v = decode(adam_v) if isinstance(adam_v, EightBits) else adam_v.to(wide)
     grad = grad.to(wide)
     if number != 1:
         grad = grad * number
@@ -167,8 +168,12 @@ def adam_kernel(
 
 def sum_of_squares_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stretch by stretch: a whole copy in fp64 would take twice the gradients' memory."""
-    stretches = (stretch.to(torch.float64, copy=True) for part in parts for stretch in part.split(STRETCH))
-    return torch.stack([wide.mul_(wide).sum() for wide in stretches]).sum()
+    sums = []
+    for part in parts:
+        for stretch in part.split(STRETCH):
+            wide = stretch.to(torch.float64, copy=True)
+            sums.append(wide.mul_(wide).sum())
+    return torch.stack(sums).sum()
 
 
 def sum_of_squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -38,7 +38,6 @@ from moeclipse.ops.first_order import first_order
 from moeclipse.ops.frozen import Frozen, Weight
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.parallel import TensorParallel, move
-from moeclipse.tensor.weight_grad import Grad, bias_grad, weight_grad
 
 
 @eager
@@ -83,13 +82,20 @@ def _operand(weight: Weight, x: torch.Tensor) -> torch.Tensor:
 
 def _keep(ctx: Any, x: torch.Tensor, weights: Sequence[Weight]) -> None:
     """For backward; of what is frozen no numbers are kept."""
-    ctx.frozen = [weight if isinstance(weight, Frozen) else None for weight in weights]
-    ctx.save_for_backward(x, *(None if isinstance(weight, Frozen) else weight for weight in weights))
+    tensors, ctx.frozen = [x], {}
+    for place, weight in enumerate(weights):
+        if isinstance(weight, Frozen):
+            ctx.frozen[place] = weight
+        else:
+            tensors.append(weight)
+    ctx.save_for_backward(*tensors)
 
 
 def _kept(ctx: Any) -> tuple[torch.Tensor, list[Weight]]:
-    x, *tensors = ctx.saved_tensors
-    return x, [frozen or tensor for frozen, tensor in zip(ctx.frozen, tensors, strict=True)]
+    x, *weights = ctx.saved_tensors
+    for place, weight in ctx.frozen.items():
+        weights.insert(place, weight)
+    return x, weights
 
 
 def _d_input(dy_TN: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -115,10 +121,10 @@ class _Column(torch.autograd.Function):
         ctx.tp, ctx.label, ctx.num, ctx.biases = tp, label, num, biases
         _keep(ctx, x, weights)
         whole = tp.gather_rows(x, f"gather of inputs, {label}", reuse=True).get() if tp.parts_tokens else x
-        return tuple(
-            F.linear(whole, _operand(weight, x), None if bias is None else _operand(bias, x))
-            for weight, bias in zip(weights, biases, strict=True)
-        )
+        ys = []
+        for weight, bias in zip(weights, biases, strict=True):
+            ys.append(F.linear(whole, _operand(weight, x), None if bias is None else _operand(bias, x)))
+        return tuple(ys)
 
     @staticmethod
     @first_order
@@ -144,7 +150,7 @@ class _Column(torch.autograd.Function):
         if d_x is not None and tp.size > 1:
             travelling = reduce_input_grad(tp, d_x, label)
         parameters = [*weights, *ctx.biases]
-        grads = _submit(tp, parameters, wanted, [*dys_TN, *dys_TN], x_TD, num)
+        grads = tp.wgrads.submit_linears(parameters, wanted, [*dys_TN, *dys_TN], x_TD, num, fuse=tp.fuse)
         if travelling is not None:
             d_x = travelling.get()
         return d_x.view(x.shape) if d_x is not None else None, None, None, None, *grads
@@ -159,31 +165,6 @@ def reduce_input_grad(tp: TensorParallel, d_x: torch.Tensor, label: str) -> InFl
     if not hidden:
         travelling.get()
     return travelling
-
-
-def _submit(
-    tp: TensorParallel,
-    parameters: Sequence[Any],
-    wanted: Sequence[bool],
-    dys_TN: Sequence[torch.Tensor],
-    x_TD: torch.Tensor,
-    num: int,
-) -> list[Grad]:
-    """Weight and bias gradients of one linear, now or at W; what autograd gets for each of `parameters`."""
-    places = [place for place, want in enumerate(wanted) if want]
-
-    def work() -> list[Grad]:
-        return [
-            weight_grad(parameters[place], dys_TN[place], x_TD, fuse=tp.fuse)
-            if place < num
-            else bias_grad(parameters[place], dys_TN[place], fuse=tp.fuse)
-            for place in places
-        ]
-
-    grads: list[Grad] = [None] * len(parameters)
-    for place, grad in zip(places, tp.wgrads.submit([parameters[p] for p in places], work), strict=True):
-        grads[place] = grad
-    return grads
 
 
 class _Row(torch.autograd.Function):
@@ -220,7 +201,8 @@ class _Row(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = (whole_TN @ _d_input(dy, weight)).view(x.shape)
         dys = [whole_TN, _rows(dy)]
-        grads = _submit(tp, [weight, ctx.bias], ctx.needs_input_grad[3:], dys, _rows(x), 1)
+        parameters, wanted = [weight, ctx.bias], ctx.needs_input_grad[3:]
+        grads = tp.wgrads.submit_linears(parameters, wanted, dys, _rows(x), 1, fuse=tp.fuse)
         return d_x, None, None, *grads
 
 

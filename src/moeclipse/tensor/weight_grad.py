@@ -51,8 +51,12 @@ Work = Callable[[], Sequence[Grad]]
 class Accumulation:
     """Where one parameter's gradients go, and who waits for them."""
 
-    def __init__(self, main_grad: torch.Tensor, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, main_grad: torch.Tensor, ready: Callable[[], None], missing: set[Accumulation] | None = None
+    ) -> None:
         self.main_grad, self._ready = main_grad, ready
+        self._missing = set[Accumulation]() if missing is None else missing
+        """Those that `ready` waits for, too."""
         self.empty = False
         """Nothing was added since the step began: what main_grad holds does not count."""
         self.queued = 0
@@ -73,27 +77,34 @@ class Accumulation:
         if self.take_empty():
             self.main_grad.zero_()
 
-    def begin(self, backwards: int = 1) -> None:
-        """So many backward passes are still to come: what earlier ones reported does not count."""
-        self._left, self._due = backwards * self.uses + self.elsewhere, False
+    def add(self, grad: torch.Tensor) -> None:
+        if self.take_empty():
+            self.main_grad.copy_(grad)
+        else:
+            self.main_grad.add_(grad)
 
-    def backward_done(self) -> None:
-        self._left = max(self._left - 1, 0)
-        self._due = self._left == 0
-        self.settle()
-
-    def settle(self) -> None:
+    def backward_done(self, passes: int = 1) -> None:
+        """So many more of them; 0: a product that was queued has run."""
+        self._left = max(self._left - passes, 0)
+        self._due = self._left == 0 and (self._due or passes > 0)
         if self._due and self.queued == 0:
             self._due = False
-            self._ready()
+            self._missing.discard(self)
+            if not self._missing:
+                self._ready()
+
+
+def begin(states: Iterable[Accumulation], backwards: int = 1) -> None:
+    """So many backward passes are still to come: what earlier ones reported does not count."""
+    for state in states:
+        state._left, state._due = backwards * state.uses + state.elsewhere, False
 
 
 @contextmanager
 def unheard(states: Sequence[Accumulation]) -> Iterator[list[Accumulation]]:
     """Backward inside tells no bucket that it is done. Behind it: who would have heard, as often as that."""
     before, heard = [(state._left, state._due) for state in states], list[Accumulation]()
-    for state in states:
-        state.begin(MANY)
+    begin(states, MANY)
     begun = [state._left for state in states]
     try:
         yield heard
@@ -103,13 +114,20 @@ def unheard(states: Sequence[Accumulation]) -> Iterator[list[Accumulation]]:
             state._left, state._due = kept
 
 
-def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callable[[], None]) -> Accumulation:
+def attach(
+    parameter: torch.nn.Parameter,
+    main_grad: torch.Tensor,
+    ready: Callable[[], None],
+    missing: set[Accumulation] | None = None,
+) -> Accumulation:
     """From now on gradients of `parameter` add into `main_grad`; `ready` is called after each backward.
+
+    With `missing`, a set that several share: once all of those that somebody put there are done.
 
     The hook runs once in each backward, after all uses of the parameter, also when whoever used it has
     added into main_grad by hand and gave autograd nothing.
     """
-    state = Accumulation(main_grad, ready)
+    state = Accumulation(main_grad, ready, missing)
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
     parameter.accumulation = state  # type: ignore[attr-defined]
     # The hook holds nothing: Python does not see what torch holds, and would never free a circle through it.
@@ -118,12 +136,10 @@ def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callab
 
 
 def _accumulated(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, torch.nn.Parameter)
+    state: Accumulation = parameter.accumulation  # type: ignore[attr-defined]
     if parameter.grad is not None:
-        add_grad(parameter, parameter.grad)
+        state.add(parameter.grad)
         parameter.grad = None
-    state = _state(parameter)
-    assert state is not None
     state.backward_done()
 
 
@@ -147,13 +163,14 @@ def accumulator(parameter: torch.nn.Parameter, begun: Grad = None) -> tuple[torc
 
 def are_first(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Whether gradients of all of them, which come together, are to be stored; otherwise all are added."""
-    states = [_state(parameter) for parameter in parameters]
-    if all(state is not None and state.empty for state in states):
-        return all(state is not None and state.take_empty() for state in states)
+    states = list(map(_state, parameters))
+    first = all(state is not None and state.empty for state in states)
     for state in states:
-        if state is not None:
+        if state is not None and first:
+            state.empty = False
+        elif state is not None:
             state.fill()
-    return False
+    return first
 
 
 def place_of(parameter: torch.nn.Parameter) -> Place | None:
@@ -166,7 +183,8 @@ def place_of(parameter: torch.nn.Parameter) -> Place | None:
 
 
 def _place(parameter: torch.nn.Parameter, main_grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    return main_grad, not are_first([parameter])
+    state = _state(parameter)
+    return main_grad, state is None or not state.take_empty()
 
 
 def _state(parameter: torch.nn.Parameter) -> Accumulation | None:
@@ -192,8 +210,10 @@ def weight_grad(
     into: Grad = getattr(parameter, "main_grad", None)
     if into is None or not fuse:
         return (dy_TN.t() @ x_TD).to(parameter.dtype)
-    check_dtypes(dy_TN.dtype, into.dtype)
-    accumulate = not are_first([parameter])
+    if into.dtype != dy_TN.dtype:
+        check_dtypes(dy_TN.dtype, into.dtype)
+    state = _state(parameter)
+    accumulate = state is None or not state.take_empty()
     if into.dtype == dy_TN.dtype or dy_TN.is_cuda:
         dense_wgrad(dy_TN, x_TD, into, accumulate=accumulate)
         return None
@@ -260,6 +280,34 @@ class WeightGrads:
                 state.queued += 1
         return [None] * len(parameters)
 
+    def submit_linears(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        wanted: Sequence[bool],
+        dys_TN: Sequence[torch.Tensor],
+        x_TD: torch.Tensor,
+        num: int,
+        *,
+        fuse: bool,
+    ) -> list[Grad]:
+        """What autograd gets for each of `parameters`, `num` weights that take one input and then biases."""
+        places = [place for place, asked in enumerate(wanted) if asked]
+
+        def work() -> list[Grad]:
+            grads = []
+            for place in places:
+                if place < num:
+                    grads.append(weight_grad(parameters[place], dys_TN[place], x_TD, fuse=fuse))
+                else:
+                    grads.append(bias_grad(parameters[place], dys_TN[place], fuse=fuse))
+            return grads
+
+        found: list[Grad] = [None] * len(parameters)
+        grads = self.submit([parameters[place] for place in places], work)
+        for place, grad in zip(places, grads, strict=True):
+            found[place] = grad
+        return found
+
     @torch.no_grad()
     def run(self, *, microbatch: int, stage: int = 0, part: str = "") -> None:
         """W: everything that was queued under this key, in the order in which backward met it."""
@@ -315,7 +363,7 @@ def _take(parameter: torch.nn.Parameter, grad: Grad) -> None:
     state = _state(parameter)
     if state is not None:
         state.queued -= 1
-        state.settle()
+        state.backward_done(0)
 
 
 def add_grad(parameter: torch.nn.Parameter, grad: Grad) -> None:
@@ -323,10 +371,8 @@ def add_grad(parameter: torch.nn.Parameter, grad: Grad) -> None:
     if grad is None:
         return
     state = _state(parameter)
-    if state is not None and state.take_empty():
-        state.main_grad.copy_(grad)
-    elif state is not None:
-        state.main_grad.add_(grad)
+    if state is not None:
+        state.add(grad)
     elif parameter.grad is None:
         parameter.grad = grad
     else:

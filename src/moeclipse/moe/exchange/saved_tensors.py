@@ -16,15 +16,15 @@ Hazard: `ctx.saved_tensors` may be read once in each backward, because reading m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import FunctionCtx
 
 Tree = TypeVar("Tree")
-PLAIN = (int, float, str, slice)
 ITEMS, LEAF = ("*",), ("",)
 
 
@@ -35,11 +35,8 @@ class Context(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(int):
     """Where a tensor was: its number among those that were taken out."""
-
-    number: int
 
 
 def take_apart(state: Tree, whole: tuple[type, ...] = ()) -> tuple[Tree, list[torch.Tensor]]:
@@ -50,15 +47,13 @@ def take_apart(state: Tree, whole: tuple[type, ...] = ()) -> tuple[Tree, list[to
     tensors: list[torch.Tensor] = []
     places: dict[int, Place] = {}
 
-    def leaf(value: object) -> object:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in places:
-            places[id(value)] = Place(len(tensors))
-            tensors.append(value)
-        return places[id(value)]
+    def take(tensor: torch.Tensor) -> Place:
+        place = places.setdefault(id(tensor), Place(len(tensors)))
+        if place == len(tensors):
+            tensors.append(tensor)
+        return place
 
-    return _map(state, leaf, whole), tensors
+    return _map(state, take, whole), tensors
 
 
 def put_together(
@@ -66,39 +61,51 @@ def put_together(
 ) -> Tree:
     """The inverse of `take_apart`; of None never: torch has raised already, with `saved_tensors`."""
     assert skeleton is not None
-    return _map(skeleton, lambda value: tensors[value.number] if isinstance(value, Place) else value, whole)
+    return _map(skeleton, tensors.__getitem__, whole)
 
 
-def _map(value: Any, leaf: Callable[[object], object], whole: tuple[type, ...]) -> Any:
-    kind: Any = type(value)
-    names = _parts_of(kind, whole)
-    if names is None:
-        return value
-    if names == LEAF:
-        return leaf(value)
-    if names == ITEMS:
-        if isinstance(value, dict):
-            return {key: _map(item, leaf, whole) for key, item in value.items()}
-        return kind(_map(item, leaf, whole) for item in value)
-    changed = {}
-    for name in names:
-        item = getattr(value, name)
-        found = _map(item, leaf, whole)
-        if found is not item:
-            changed[name] = found
-    return dataclasses.replace(value, **changed) if changed else value
+def _map(state: Tree, leaf: Callable[..., object], whole: tuple[type, ...]) -> Tree:
+    """The tree with what `leaf` makes of its leaves. Called for what has parts alone: a step has hundreds of
+    values."""
+    tree: Any = state
+    kind: Any = type(tree)
+    parts = _parts_of(kind, whole)
+    if parts is None or parts is LEAF:
+        mapped: Tree = tree if parts is None else leaf(tree)  # type: ignore[assignment]
+        return mapped
+    inside: Iterable[tuple[Any, object]]
+    if parts is not ITEMS:
+        inside = zip(parts, map(getattr, repeat(tree), parts), strict=True)
+    else:
+        inside = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    changed: dict[Any, object] = {}
+    for key, item in inside:
+        kind = type(item)
+        inner = _parts_of(kind, whole)
+        if inner is not None:
+            changed[key] = leaf(item) if inner is LEAF else _map(item, leaf, whole)
+    if parts is not ITEMS:
+        tree = dataclasses.replace(tree, **changed) if changed else tree
+    elif isinstance(tree, dict):
+        tree = {**tree, **changed}
+    else:
+        items = list(tree)
+        for place, item in changed.items():
+            items[place] = item
+        tree = tuple(items) if isinstance(tree, tuple) else items
+    result: Tree = tree
+    return result
 
 
 @cache
 def _parts_of(kind: type, whole: tuple[type, ...]) -> tuple[str, ...] | None:
-    """Names of the fields of a dataclass, ITEMS, LEAF; None: there is nothing in it. Asked for every value of
-    every tree, hundreds of times in a step."""
+    """Names of the fields of a dataclass, ITEMS, LEAF; None: there is nothing in it."""
     if issubclass(kind, dict) or kind in (list, tuple):
         return ITEMS
-    if issubclass(kind, PLAIN):
-        return None
-    if not dataclasses.is_dataclass(kind) or issubclass(kind, (Place, *whole)):
+    if issubclass(kind, torch.Tensor | Place):
         return LEAF
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, whole):
+        return None
     return tuple(field.name for field in dataclasses.fields(kind))
 
 

@@ -294,13 +294,14 @@ def add_up(
     wanted = [weight.requires_grad for weight in weights] if wanted is None else wanted
     if not any(wanted):
         return (None,) * len(weights)
-    places: list[tuple[Grad, Grad]] = [
-        accumulator(*pair) if asked else (None, None)
-        for asked, pair in zip(wanted, zip_longest(weights, begun), strict=True)
-    ]
+    into, grads = list[Grad](), list[Grad]()
+    for asked, weight, before in zip_longest(wanted, weights, begun):
+        place, grad = accumulator(weight, before) if asked else (None, None)
+        into.append(place)
+        grads.append(grad)
     for part in pending:
-        part.add_to(*(into for into, _ in places))
-    return tuple(grad for _, grad in places)
+        part.add_to(*into)
+    return tuple(grads)
 
 
 def spread(bias_EN: Weight, counts: Sequence[int]) -> torch.Tensor:

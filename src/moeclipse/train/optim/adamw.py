@@ -155,7 +155,7 @@ class AdamW:
             chance = None
             if state.needs_chance:
                 chance = (self._stretches(bucket, state), key_of(self.seed, self.updates, "rounding"))
-            rounded = self._rounded(bucket)
+            rounded = None if config.master == "none" else bucket.rounded
             if isinstance(state.weight, LowBits):
                 rounded = bucket.weights(bucket.params.dtype)
             adam(state.weight, state.adam_m, state.adam_v, grad, factor, step, rounded, chance)
@@ -171,18 +171,14 @@ class AdamW:
             state.stretches = Stretches(found, len(state), bucket.params.device, BLOCK)
         return state.stretches
 
-    def _rounded(self, bucket: Bucket) -> torch.Tensor | None:
-        """Where the update itself leaves weights rounded; None: they are stored when they are sent out."""
-        return None if self.config.master == "none" else bucket.rounded
-
     @torch.no_grad()
     def publish(self) -> None:
         """Send the new weights out."""
-        published = []
+        published, alone = [], self.config.master == "none"
         for bucket, state in zip(self.buckets, self._states, strict=True):
-            plain = not isinstance(state.weight, LowBits)  # the others were stored by the update
-            if self._rounded(bucket) is None and plain and len(state):
-                bucket.store(state.values("weight"))
+            # The others were rounded, or stored, by the update.
+            if isinstance(state.weight, torch.Tensor) and (alone or bucket.rounded is None):
+                bucket.store(state.weight)
             published.append(bucket.publish())
         for result in published:
             result.get()

@@ -31,13 +31,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from moeclipse.comm.async_ops.lane import InFlight
+from moeclipse.comm.async_ops.lane import InFlight, Ready
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import SMALL_BYTES, PeerUse, collectives
 from moeclipse.core.errors import ScheduleError
 from moeclipse.moe.layer import MoE
 from moeclipse.ops.precision import WIDE
-from moeclipse.tensor.weight_grad import Accumulation, attach
+from moeclipse.tensor.weight_grad import Accumulation, attach, begin
 from moeclipse.train.optim.bucket_contents import BucketEntry, Content, contents
 
 MainGrad = Literal["fp32", "bf16"]
@@ -94,9 +94,10 @@ class Bucket:
         self.waits_for: Bucket | None = None
         """Whose gradients lie in the same memory before its own."""
         self.parameters = content.parameters
-        self.missing: set[int] = set()
         self.sums: list[Accumulation] = []
         """Of its parameters, once they have been attached."""
+        self.missing: set[Accumulation] = set()
+        """Those of them whose gradients are still to come."""
         self.quiet = False
         """Nobody has anything to send of it."""
         self._sum: InFlight[torch.Tensor] | None = None
@@ -114,9 +115,12 @@ class Bucket:
         return slice(self.bounds[self.group.index], self.bounds[self.group.index + 1])
 
     def launch(self) -> None:
-        label = f"reduction of gradients, bucket {self.name}"
         if not self.contributes:
             self.grads.zero_()
+        if self.group.size == 1:
+            self._sum = Ready(self.grads)
+            return
+        label = f"reduction of gradients, bucket {self.name}"
         self._sum = self.wire.reduce_scatter(self.grads, self.bounds, label)
 
     def reduced(self) -> torch.Tensor:
@@ -141,6 +145,8 @@ class Bucket:
 
     def publish(self) -> InFlight[torch.Tensor]:
         """Send this rank's shard of the parameters to the ranks that share them."""
+        if self.group.size == 1:
+            return Ready(self.params)
         label = f"gather of parameters, bucket {self.name}"
         return self.wire.all_gather_shards(self.params, self.bounds, label)
 
@@ -228,15 +234,22 @@ class Buckets:
         self.buckets = [bucket for bucket in made if not bucket.frozen]
         self.frozen = [bucket for bucket in made if bucket.frozen]
         """Of parameters that are not trained; no part of a step."""
+        self._later: dict[str, list[Bucket]] = {}
+        """By layer: the buckets whose gradients take the memory of its gradients."""
+        for bucket in self.buckets:
+            before = bucket.waits_for
+            while before is not None:
+                self._later.setdefault(before.layer_name, []).append(bucket)
+                before = before.waits_for
         self.on_reduce: Callable[[int], None] = lambda _: None
         """Told of each bucket whose reduction was launched."""
         self._armed = self._placed = False
         self._next = 0
         for bucket in self.buckets:
-            offset = 0
-            for index, parameter in enumerate(bucket.parameters):
+            offset, ready = 0, partial(self._ready, bucket)
+            for parameter in bucket.parameters:
                 place = bucket.grads[offset : offset + parameter.numel()].view(parameter.shape)
-                bucket.sums.append(attach(parameter, place, partial(self._ready, bucket, index)))
+                bucket.sums.append(attach(parameter, place, ready, bucket.missing))
                 offset += parameter.numel()
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -255,20 +268,27 @@ class Buckets:
         """
         self._armed, self._placed, self._next = True, placed, 0
         for bucket in self.buckets:
-            for state in bucket.sums:
-                state.begin(backwards)
-            bucket.missing = set(range(len(bucket.parameters)))
+            begin(bucket.sums, backwards)
+            bucket.missing.update(bucket.sums)
 
     def finish(self) -> None:
         """Reduce what backward did not touch; afterwards every bucket is on its way."""
-        self._armed = False
         while self._next < len(self.buckets):
             self._launch_next()
+        self._armed = False
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
+        for other in self._later.get(bucket.layer_name, ()):
+            if self._armed and len(other.missing) < len(other.sums):
+                raise ScheduleError(
+                    f"a gradient of {other.name} came before {bucket.layer_name} was updated, whose memory "
+                    "it takes; set optim.clip = 'global'"
+                )
         for state in bucket.sums:
-            state.fill()
+            if state.empty:
+                state.fill()
+        bucket.missing.clear()
         bucket.launch()
         self._next += 1
         self.on_reduce(self._next - 1)
@@ -278,18 +298,10 @@ class Buckets:
         assert number == self._next, f"bucket {number} is reduced before bucket {self._next}"
         self._launch_next()
 
-    def _ready(self, bucket: Bucket, index: int) -> None:
+    def _ready(self, bucket: Bucket) -> None:
+        """All of its gradients are there."""
         if not self._armed:
             return
-        before = bucket.waits_for
-        if before is not None and any(
-            other.layer_name == before.layer_name for other in self.buckets[self._next :]
-        ):
-            raise ScheduleError(
-                f"a gradient of {bucket.name} came before {before.layer_name} was updated, whose memory it "
-                "takes; set optim.clip = 'global'"
-            )
-        bucket.missing.discard(index)
         if self._placed:
             late = bucket in self.buckets[: self._next]
             assert not late, f"a gradient of bucket {bucket.name} came after its reduction"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,12 @@ class CheckpointedState:
             if wanted and (data := source.read(f"buffer/{name}")) is not None:
                 buffer.copy_(data.view(buffer.shape))
 
-    @property
+    @cached_property
     def num_moe_layers(self) -> int:
         """Of the whole model."""
         return self.config.num_expert_layers
 
-    @property
+    @cached_property
     def numbered(self) -> dict[int, MoE]:
         """This rank's MoE layers, by their number among those of the whole model."""
         number_of = {layer: number for number, layer in enumerate(self.config.model.expert_layers)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.core.steps import nth
 from moeclipse.model.segment_memory import memories
 from moeclipse.model.transformer import Transformer
+from moeclipse.moe.layer import MoE
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.moe.validate import expert_group, is_sharded
 from moeclipse.ops.private_torch import zero_all
@@ -196,6 +197,11 @@ class Learner(CheckpointedState):
     def tokens_per_step(self) -> int:
         return self.config.data.batch_size * self.config.data.seq_len
 
+    @cached_property
+    def adapting(self) -> dict[int, MoE]:
+        """The layers whose gates may move what they adapt."""
+        return self.groups.adapting(self.numbered)
+
     def program(self) -> Verified:
         """The whole step; without a pipeline, as autograd runs it. Collective."""
         if self.pipelined is not None:
@@ -216,7 +222,8 @@ class Learner(CheckpointedState):
             self.optim.begin_fetching()
         if self.by_layer is not None:
             self.by_layer.begin(self.lr(step), self.loss_scale.value)
-        memory_state.begin_step(self.memories, self.batches.continues(step))
+        if self.memories:
+            memory_state.begin_step(self.memories, self.batches.continues(step))
         zero_all([layer.load_E for layer in self.layers])
         if self.pipelined is None:
             sums = self.one_by_one.run(step, self.loss_scale.value)
@@ -273,7 +280,7 @@ class Learner(CheckpointedState):
                     recorder.ledger.leave_out(kinds.BUCKET_GATHER)
             else:
                 self.optim.publish()
-                load.rebalance(self.groups.adapting(self.numbered))
+                load.rebalance(self.adapting)
                 self.loads.add(step, load)
             with recorder.apart("between two steps"):
                 notes = self._doubt(step, loss, [row[0] for row in rows], tries) if skipped else told
@@ -345,12 +352,14 @@ class Learner(CheckpointedState):
         stamps = self.mesh.recorder.end_step()
         if self.pipelined is not None:
             self.pipelined.looked(stamps)
-        return self.times.after(step, stamps, sum(layer.schedule.take_rows() for layer in self.layers))
+        exchanging = self.layers if self.mesh.num_ranks > 1 else []
+        return self.times.after(step, stamps, sum(layer.schedule.take_rows() for layer in exchanging))
 
     def _between(self, step: int, skipped: bool) -> list[str]:
         notes = self.placement.after_step(step, self.loads.trace)
         notes += self.graphs.take_notes() if self.graphs is not None else []
-        memory_state.end_step(self.memories, skipped=skipped)
+        if self.memories:
+            memory_state.end_step(self.memories, skipped=skipped)
         self.integrity.remember(step + 1)
         return notes
 
