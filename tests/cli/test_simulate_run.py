@@ -169,6 +169,11 @@ def test_a_memory_limit_holds_for_a_run(capsys: pytest.CaptureFixture[str], file
         ScheduleError, match=r"dualpipev: rank \d of the pipeline takes .* GiB .* more than the 1 allowed"
     ):
         main([*common, "1"])
+    inputs = RUN.replace('recompute = "mlp"', 'recompute = "full"').replace('"dualpipev"', '"1f1b"')
+    file.write_text(inputs)
+    with pytest.raises(ScheduleError, match=r"; with memory.activations = 'host' [\d.]+ GiB, in [\d.]+ s$"):
+        main([*common, "0.1"])
+    file.write_text(RUN)
     out = printed(capsys, *common, "1", "--compare")
     assert out.startswith("0 schedules")
     assert "dualpipev left out: rank" in out

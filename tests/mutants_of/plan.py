@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "plan/step.py",
+        "way = self.input_way * (0 < layer < self.model.num_layers - 1)",
+        "way = 0.0",
+        "train/predict/test_plan_config.py::test_inputs_on_the_host_are_counted_and_priced_as_simulated",
+        "the way of inputs costs nothing",
+        "over a slow wire a plan is chosen that takes times as long as it says",
+    ),
+    Mutant(
+        "plan/rank_bytes.py",
+        "stays = {0, model.num_layers - 1} if layout.inputs else range(model.num_layers)",
+        "stays = range(model.num_layers)",
+        "train/predict/test_plan_config.py::test_inputs_on_the_host_are_counted_and_priced_as_simulated",
+        "inputs on the host take the device's memory all the same",
+        "what would fit is not found",
+    ),
+    Mutant(
         "plan/search.py",
         "            if best is None or seconds < best[0] * (1 - 1e-9):",
         "            if best is None or seconds <= best[0]:",
@@ -135,8 +151,8 @@ MUTANTS = (
     ),
     Mutant(
         "plan/state_place.py",
-        "        return most if most <= 1 and most * self.each * max(owned) <= self.host_room else None",
-        "        return most if most <= 1 else None",
+        "        return most if most <= 1 and most * self.each * max(owned) + taken <= self.host_room",
+        "        return most if most <= 1",
         "plan/test_state_place.py::test_the_share_is_the_smallest_with_which_every_rank_fits",
         "the host's memory has no end",
         "a plan that pins more than a host has",
@@ -151,8 +167,8 @@ MUTANTS = (
     ),
     Mutant(
         "plan/rank_bytes.py",
-        "    return tuple(peak - away * owned + ring for peak, owned in counts)",
-        "    return tuple(peak - away * owned for peak, owned in counts)",
+        "    return tuple(each.peak - away * each.owned + ring for each in counts)",
+        "    return tuple(each.peak - away * each.owned for each in counts)",
         "plan/test_layouts.py::test_state_leaves_for_the_host_where_the_device_is_too_small",
         "a plan's peak is without the ring",
         "less is told than a run takes",

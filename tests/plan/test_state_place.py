@@ -19,6 +19,11 @@ def test_the_share_is_the_smallest_with_which_every_rank_fits() -> None:
     assert place.share((501.0,), (100.0,), 0.0, 100.0) is None, "more than all of it"
     assert replace(place, host_room=39.0).share((130.0,), (100.0,), 10.0, 100.0) is None
     assert StatePlace().share((130.0,), (100.0,), 10.0, 100.0) is None, "the host has no room"
+    assert replace(place, host_room=100.0).share((130.0,), (100.0,), 10.0, 100.0, taken=61.0) is None, (
+        "others"
+    )
+    assert replace(place, state=False).share((130.0,), (100.0,), 10.0, 100.0) is None
+    assert replace(place, state=False).share((90.0,), (100.0,), 10.0, 100.0) == 0
     assert replace(place, fixed=0.5).share((90.0,), (100.0,), 10.0, 100.0) == 0.5
 
 

@@ -14,14 +14,13 @@ from moeclipse.cost.kernels import MEASURED_ON_HOPPER
 from moeclipse.cost.layer_seconds import OURS, UPDATE_BYTES, Seconds, Software
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import TrainedLayer
-from moeclipse.plan.layout import Layout
+from moeclipse.plan.layout import Layout, even_stages
 from moeclipse.plan.published import QWEN3_30B, QWEN3_235B, V3
 from moeclipse.plan.step import (
     Prices,
     Step,
     StepTime,
     Terms,
-    even_stages,
 )
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.shape import LayerShape

@@ -41,7 +41,7 @@ def one_rank(layers: int, *, microbatches: int = 1, slots: int = 2, by_layers: b
     ]
     actions = build("layers", 1, microbatches, layers) if by_layers else build("1f1b", 1, microbatches, 1)
     given = [[shape] for shape in shapes] if by_layers else [shapes]
-    return expand(actions, given, Expansion(overlap="off"), step=StepShape(slots=slots))
+    return expand(actions, given, Expansion(overlap="off"), step=StepShape(input_slots=slots))
 
 
 def listed(program: Program, *wanted: Kind) -> list[str]:
@@ -180,6 +180,6 @@ def test_memory_holds_inputs_of_the_ring_alone() -> None:
     program = one_rank(9)
     kept = [[replace(layer, host_bytes=0.0) for layer in program.pipeline().layers[0]]]
     actions = build("1f1b", 1, 1, 1)
-    resident = expand(actions, kept, Expansion(overlap="off"), step=StepShape(slots=2))
+    resident = expand(actions, kept, Expansion(overlap="off"), step=StepShape(input_slots=2))
     assert verify(resident).peak == (9.0,)
     assert not [op for op in resident.ranks[0] if op.kind.part is Part.INPUT]

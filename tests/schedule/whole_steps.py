@@ -89,6 +89,7 @@ def whole(
     )
     dp, ep, tp = copies
     given = {"tied": tied, "slots": slots, "by_layer": by_layer, "next_forward": next_forward}
+    given["input_slots"] = slots
     given["mirrored"] = placement.num_chains > 1
     step = StepShape(dp=dp, ep=ep, tp=tp, buckets=buckets, **given)
     how = Expansion(overlap=overlap, chunks=chunks, split="layer")  # type: ignore[arg-type]

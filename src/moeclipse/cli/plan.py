@@ -229,7 +229,7 @@ def reading(request: Request, plans: tuple[Plan, ...]) -> list[str]:
     ]
     if any(plan.host_bytes for plan in plans):
         lines.append(
-            "host: part of moments and master weights that lies in the host's memory, where each rank is "
+            "host: part of state, or inputs of layers, that lies in the host's memory, where each rank is "
             f"taken to have {request.terms.place.host_room / GIB:.0f} GiB of it (--memory.host-gb)"
         )
     near = sum(plan.time.seconds <= (1 + MEDIAN_ERROR) * best.time.seconds for plan in plans)

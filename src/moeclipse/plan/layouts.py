@@ -2,7 +2,8 @@
 
     axes        divisors of the GPUs: pp x dp x ep x tp, tp inside a node, experts shared evenly
     choices     sequences of a microbatch, schedule, stages per rank, recompute, overlap; of zb-m as many
-                microbatches as there is room for; state on the host, as much as must leave the device
+                microbatches as there is room for; state on the host, as much as must leave the device, and
+                where nothing fits without, inputs of layers
     dropped     by bytes, by what schedules need, and by whatever rules the caller has
     ranked      by a bound: the busiest rank's work, the bubble by its formula, the end of the step
     simulated   the best few dozen, with their stages cut evenly and their bytes counted action by action
@@ -22,6 +23,7 @@ from moeclipse.plan.layout import Layout
 from moeclipse.plan.question import Nearest, Plan, Request, SearchResult
 from moeclipse.plan.rank_bytes import Rough, counted, on_device, roughly
 from moeclipse.plan.step import Step
+from moeclipse.schedule.input_travel import WEIGHTS_AT_ONCE
 from moeclipse.schedule.legal import broken_rules
 
 SAMPLES = (1, 2, 4, 8)
@@ -66,7 +68,7 @@ def search(request: Request, progress: Callable[[int, int], None] = lambda *_: N
         plan = plan_of(request, candidate.layout)
         if plan.peak > plan.room:
             dropped["memory"] += 1
-        elif reason := request.refuse(plan):
+        elif reason := plan.host_problem(request.terms.place.host_room) or request.refuse(plan):
             dropped[reason] += 1
         else:
             plans.append(plan)
@@ -154,9 +156,11 @@ def candidates_of(request: Request) -> Iterator[Candidate]:
     for layout in layouts_of(request):
         fit: list[Candidate] = []
         least: Candidate | None = None
-        for again in ladder_of(layout):
-            each = replace(layout, recompute=again)
-            key = (each.tp, each.ep, each.samples, again, each.overlap)
+        for again, inputs in ladder_of(request, layout):
+            if inputs and fit and request.terms.place.inputs == "auto":
+                break
+            each = replace(layout, recompute=again, inputs=inputs)
+            key = (each.tp, each.ep, each.samples, again, inputs, each.overlap)
             if key not in known:
                 known[key] = Step(request.terms, each)
                 known[key].layers  # noqa: B018 (priced once)
@@ -178,17 +182,26 @@ def layouts_of(request: Request) -> Iterator[Layout]:
         yield from schedules_of(axes, request.terms.model.num_layers, by_layer=request.terms.place.by_layer)
 
 
-def ladder_of(layout: Layout) -> tuple[Again, ...]:
-    """Layer by layer what layers keep of all microbatches is there at once."""
-    return ("full",) if layout.schedule == "layers" else LADDER
+def ladder_of(request: Request, layout: Layout) -> list[tuple[Again, bool]]:
+    """What is recomputed, and whether inputs of layers lie on the host.
+
+    Layer by layer what layers keep of all microbatches is there at once.
+    """
+    asked, num_layers = request.terms.place.inputs, request.terms.model.num_layers
+    found: list[tuple[Again, bool]] = []
+    if asked != "host":
+        found += [(again, False) for again in (("full",) if layout.schedule == "layers" else LADDER)]
+    if asked != "device" and num_layers > 2 and layout.schedule in WEIGHTS_AT_ONCE:
+        found.append(("full", True))
+    return found
 
 
 def fits(request: Request) -> bool:
     """Whether any layout does, by the rough count."""
     return any(
-        roughly(request, replace(layout, recompute=again)).peak <= request.room(layout)
+        roughly(request, replace(layout, recompute=again, inputs=inputs)).peak <= request.room(layout)
         for layout in layouts_of(request)
-        for again in ladder_of(layout)
+        for again, inputs in ladder_of(request, layout)
     )
 
 
@@ -231,13 +244,13 @@ def plan_of(request: Request, layout: Layout, stages: Sequence[int] | None = Non
     """With its budget and its share of state on the host as the exact count has room for them."""
     step, room = Step(request.terms, layout, stages), request.room(layout)
     found = counted(request, step)
-    over = max(peak for peak, _ in found) - room
+    over = max(each.peak for each in found) - room
     if layout.budget > 1 and over > 0:
         less = replace(layout, budget=max(int(layout.budget * (1 - over / room)), 1))
         step = Step(request.terms, less, step.stages)
         found = counted(request, step)
-    place, (peaks, owned) = request.terms.place, zip(*found, strict=True)
-    share = place.share(peaks, owned, request.ring(layout), room) or 0.0
+    place, (peaks, owned, inputs) = request.terms.place, zip(*found, strict=True)
+    share = place.share(peaks, owned, request.ring(layout), room, max(inputs)) or 0.0
     if share != layout.host:
         step = Step(request.terms, replace(step.layout, host=share), step.stages)
     return Plan(
@@ -246,7 +259,7 @@ def plan_of(request: Request, layout: Layout, stages: Sequence[int] | None = Non
         time=step.time(),
         bytes_of=on_device(request, step.layout, found),
         room=room,
-        host_bytes=share * place.each * max(owned),
+        host_bytes=max(share * place.each * mine + more for mine, more in zip(owned, inputs, strict=True)),
     )
 
 

@@ -65,6 +65,15 @@ class Plan:
     def peak(self) -> float:
         return max(self.bytes_of)
 
+    def host_problem(self, room: float) -> str:
+        """Empty: the host has room."""
+        if self.host_bytes <= room:
+            return ""
+        return (
+            f"state and inputs of layers take {self.host_bytes / 1e9:.3g} GB of the host's memory, of which "
+            f"a rank has {room / 1e9:.3g} (memory.host_gb)"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nearest:

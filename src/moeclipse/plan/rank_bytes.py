@@ -48,14 +48,25 @@ def roughly(request: Request, layout: Layout) -> Rough:
     if layout.schedule == "zb-m":
         most = int((room - rest) / (kept * layout.stages_per_rank))
         layout = replace(layout, budget=max(min(most, most_budget(layout)), 1))
-    peak, owned = rest + kept * in_flight(layout), held.owned
-    share = place.share((peak,), (owned,), request.ring(layout), room)
+    peak, owned, away = rest + kept * in_flight(layout), held.owned, 0.0
+    if layout.inputs:
+        away = kept * in_flight(layout) * max(1 - (2 if layout.pp == 1 else 1) / layers, 0.0)
+        peak += input_buffers(request, layout) - away
+    share = place.share((peak,), (owned,), request.ring(layout), room, away)
     if share is None:  # all of it, where the host has room
-        share = 1.0 if place.each * owned <= place.host_room else 0.0
+        share = 1.0 if place.state and place.each * owned + away <= place.host_room else 0.0
     if share:
         layout = replace(layout, host=share)
         peak += request.ring(layout) - share * place.each * owned
     return Rough(layout, peak, owned)
+
+
+def input_buffers(request: Request, layout: Layout) -> float:
+    """Bytes of a device: for inputs of layers on their way out, and for those that come back."""
+    each = request.terms.place.buffers
+    if layout.schedule == "layers":
+        each = max(each, layout.microbatches + 1)
+    return 2 * each * request.terms.input_bytes(layout)
 
 
 def most_budget(layout: Layout) -> int:
@@ -99,14 +110,25 @@ def peak_bytes(request: Request, step: Step) -> tuple[float, ...]:
     return on_device(request, step.layout, counted(request, step))
 
 
-def on_device(request: Request, layout: Layout, counts: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+def on_device(request: Request, layout: Layout, counts: Sequence[Counted]) -> tuple[float, ...]:
     ring = request.ring(layout) if layout.host else 0.0
     away = layout.host * request.terms.place.each
-    return tuple(peak - away * owned + ring for peak, owned in counts)
+    return tuple(each.peak - away * each.owned + ring for each in counts)
 
 
-def counted(request: Request, step: Step) -> list[tuple[float, float]]:
-    """Of each rank of the pipeline: bytes at its peak with all of its state, and parameters of that state."""
+class Counted(NamedTuple):
+    """Of a rank of the pipeline."""
+
+    peak: float
+    """Bytes of its device with all of its state ..."""
+    owned: float
+    """... parameters of that ..."""
+    inputs: float
+    """... and bytes of the host, of inputs of layers."""
+
+
+def counted(request: Request, step: Step) -> list[Counted]:
+    """Of each rank of the pipeline."""
     layout, model, width = step.layout, request.terms.model, request.terms.value_bytes
     sharing, tokens = request.sharing(layout), layout.samples * request.terms.sequence
     firsts = [sum(step.stages[:number]) for number in range(len(step.stages))]
@@ -116,17 +138,22 @@ def counted(request: Request, step: Step) -> list[tuple[float, float]]:
         kind: sharing.layer(model, kind[0], tokens, width, layout.recompute, kind[1])
         for kind in set(kinds_of)
     }
-    kept = [sum(sizes[kinds_of[i]] for i in layers) for layers in held]
+    stays = {0, model.num_layers - 1} if layout.inputs else range(model.num_layers)
+    kept = [sum(sizes[kinds_of[i]] for i in layers if i in stays) for layers in held]
+    away = [sum(sizes[kinds_of[i]] for i in layers if i not in stays) for layers in held]
+    buffers = input_buffers(request, layout) if layout.inputs else 0.0
     whole = layout.schedule == "layers"
     program = step.program(layout.microbatches if whole else min(layout.microbatches, 3 * layout.pp))
     placement = program.pipeline().placement
     found = []
-    for rank, most in enumerate(most_kept(program, kept)):
+    for rank, (most, inputs) in enumerate(
+        zip(most_kept(program, kept), most_kept(program, away), strict=True)
+    ):
         mine = [stage % len(step.stages) for stage in placement.stages_of(rank)]
         parts = held_of_stages(model, sharing, held, mine)
         rest = beside(model, sharing, tokens, width, program=runs_program(layout), head=len(held) - 1 in mine)
         state = sum(request.terms.state.of(model, part) for part in parts)
-        found.append((most + rest + state, sum(part.owned for part in parts)))
+        found.append(Counted(most + buffers + rest + state, sum(part.owned for part in parts), inputs))
     return found
 
 

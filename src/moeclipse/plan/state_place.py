@@ -6,6 +6,8 @@
              updates begin; the rest goes by while updates run, and on one rank while that does in which they
              stand: backward with updates by layers (`optim.clip`), else the next step's forward
 
+Inputs of layers may lie there, too: of a rank all but those of the model's first and last layer.
+
 `train/predict/host_share` simulates the program of a run op by op: tests hold the two together.
 """
 
@@ -15,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.schedule.state_travel import room_of
@@ -22,10 +25,12 @@ from moeclipse.schedule.state_travel import room_of
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlace:
-    """Where moments and master weights may lie."""
+    """Where moments and master weights may lie, and inputs of layers."""
 
     host_room: float = 0.0
-    """Bytes of the host's memory that a rank may take; 0: all state stays on the device."""
+    """Bytes of the host's memory that a rank may take."""
+    state: bool = True
+    """Whether state may lie there."""
     each: float = 12.0
     """Bytes of a parameter that may travel."""
     fixed: float | None = None
@@ -34,20 +39,32 @@ class StatePlace:
     """Large buckets that the ring has room for."""
     by_layer: bool = False
     """On one rank a layer is updated as soon as its gradients are there."""
+    inputs: Literal["device", "auto", "host"] = "device"
+    """Where inputs of layers may lie; auto: on the host where nothing fits without."""
 
     def ring(self, model: ModelSizes, ranks: int) -> float:
         """Bytes, on each of the ranks that share a layer."""
         return self.each / ranks * ring_parameters(model, self.buffers)
 
-    def share(self, peaks: Sequence[float], owned: Sequence[float], ring: float, room: float) -> float | None:
-        """None: there is no such. `peaks`: bytes of each rank with its state, `owned`: parameters of that."""
+    def share(
+        self,
+        peaks: Sequence[float],
+        owned: Sequence[float],
+        ring: float,
+        room: float,
+        taken: float = 0.0,
+    ) -> float | None:
+        """None: there is no such. `peaks`: bytes of each rank with its state, `owned`: parameters of that;
+        `taken`: of the host's memory by others."""
         if self.fixed is not None:
             return self.fixed
         most = 0.0
         for peak, mine in zip(peaks, owned, strict=True):
             if peak > room:
                 most = max(most, math.ceil(100 * (peak + ring - room) / max(self.each * mine, 1.0)) / 100)
-        return most if most <= 1 and most * self.each * max(owned) <= self.host_room else None
+        if most and not self.state:
+            return None
+        return most if most <= 1 and most * self.each * max(owned) + taken <= self.host_room else None
 
     @staticmethod
     def left(way: float, ring: float, beside: float) -> float:

@@ -5,7 +5,8 @@
                that the template puts there (`schedule/templates`), and the longer of the two counts
     schedule   the actions as the schedule orders them, on the simulator, at two numbers of microbatches
     end        gradients summed, weights updated and gathered
-    copies     state that lies on the host travels to each update and back (`plan/state_place`)
+    copies     state that lies on the host travels to each update and back (`plan/state_place`); of inputs of
+               layers there: no layer is shorter than the way of its own
 
 What a program of a whole step would show layer by layer is inside the prices: a plan takes milliseconds.
 Stages whose host cannot launch as fast as the device computes take the host's time.
@@ -19,14 +20,13 @@ from functools import cached_property
 
 import numpy as np
 
-from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import Cluster
 from moeclipse.cost.kernels import Type
 from moeclipse.cost.layer_seconds import OURS, MicrobatchWork, Seconds, Software, slower
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.cost.step_bytes import StateBytes
-from moeclipse.plan.layout import Layout
+from moeclipse.plan.layout import Layout, even_stages
 from moeclipse.plan.state_place import StatePlace
 from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
@@ -96,6 +96,10 @@ class Terms:
         """Of an activation."""
         return 4.0 if self.cluster.device.name == "cpu" else 2.0
 
+    def input_bytes(self, layout: Layout) -> float:
+        """Of a layer and a microbatch, on each of the tp ranks."""
+        return self.value_bytes * self.model.d_model * layout.samples * self.sequence / layout.tp
+
 
 class Step:
     """One layout of a model on a cluster."""
@@ -149,8 +153,24 @@ class Step:
             key = (moe, self.model.window_of(layer), self.model.training(layer))
             if key not in known:
                 known[key] = self._host(self._moe(layer) if moe else self._dense(layer))
-            found.append(known[key])
+            found.append(self._with_input(known[key], layer))
         return tuple(found)
+
+    @cached_property
+    def input_way(self) -> float:
+        """Seconds of a layer's input, each way."""
+        return self.cluster.host.seconds(self.terms.input_bytes(self.layout)) if self.layout.inputs else 0.0
+
+    @property
+    def input_ways(self) -> float:
+        """Of all layers of one microbatch."""
+        return self.input_way * max(self.model.num_layers - 2, 0)
+
+    def _with_input(self, prices: Prices, layer: int) -> Prices:
+        """No faster than its input leaves, or comes back; in a pair one does while the other does."""
+        way = self.input_way * (0 < layer < self.model.num_layers - 1)
+        longest = (max(seconds, way) for seconds in (prices.F, prices.B, prices.pair))
+        return replace(prices, **dict(zip(("F", "B", "pair"), longest, strict=True)))
 
     def _inside(self, alone: Seconds) -> Seconds:
         return slower(alone, self.software.inside(self.cluster))
@@ -339,51 +359,20 @@ class Step:
             owned = dense / (layout.dp * layout.ep) + experts / layout.dp
             update = self.work.kernels.stream(self.terms.state.update * owned)
             seconds.append((self.cluster.host.seconds(layout.host * place.each * owned), update))
-        way, update = (layout.stages_per_rank * each for each in max(seconds))
+        if layout.pp == 1:
+            way, update = (sum(each) for each in zip(*seconds, strict=True))
+        else:
+            way, update = (layout.stages_per_rank * each for each in max(seconds))
+        rest -= layout.microbatches * self.input_ways / layout.pp  # the wire is theirs meanwhile
         ring = self.cluster.host.seconds(place.ring(self.model, layout.num_ranks // layout.pp))
         return max(place.left(way, ring, update + self.window(layout)), way - rest)
 
     def window(self, layout: Layout) -> float:
         """Seconds of other work that updates stand in: of one rank the last backward (layer by layer all of
-        it); where one norm clips all, the next step's first forward."""
+        it); where one norm clips all, the next step's first forward. Less what inputs take of the wire."""
         if layout.num_ranks > 1:
             return 0.0
         if not self.terms.place.by_layer:
-            return sum(prices.F for prices in self.layers)
+            return sum(prices.F for prices in self.layers) - self.input_ways
         times = layout.microbatches if layout.schedule == "layers" else 1
-        return times * sum(prices.B for prices in self.layers)
-
-
-def even_stages(seconds: Sequence[float], head: float, num_stages: int) -> tuple[int, ...]:
-    """Cut layers into contiguous stages whose longest is as short as can be; the last one has the head.
-
-    Among those with that longest, stages in front are filled first.
-    """
-    num_layers = len(seconds)
-    if num_layers < num_stages:
-        raise ScheduleError(f"{num_stages} stages need a layer each, but there are {num_layers}")
-    total = np.concatenate([[0.0], np.cumsum(seconds)])
-
-    def cut(limit: float) -> list[int] | None:
-        """Last stage first, each as long as the limit lets it be, with a layer left for every other."""
-        counts, last, room = [], num_layers, limit - head
-        for left in range(num_stages - 1, -1, -1):
-            first = last - 1
-            while first > left and total[last] - total[first - 1] <= room * (1 + 1e-12):
-                first -= 1
-            if first < left or total[last] - total[first] > room * (1 + 1e-12):
-                return None
-            counts.append(last - first)
-            last, room = first, limit
-        return counts[::-1] if last == 0 else None
-
-    low, high = max(max(seconds), head), float(total[-1]) + head
-    best = [num_layers - num_stages + 1, *[1] * (num_stages - 1)]
-    for _ in range(50):
-        middle = (low + high) / 2
-        found = cut(middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-    return tuple(best)
+        return times * (sum(prices.B for prices in self.layers) - self.input_ways)

@@ -31,6 +31,8 @@ from moeclipse.schedule.memory import layer_memory
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import PipelineShape
 
+WEIGHTS_AT_ONCE = ("1f1b", "1f1b-pairs", "pp1", "gpipe", "vpp", "vpp+1", "layers")
+"""Schedules that leave no weight gradients for later: until these, a layer reads its input."""
 Flagged = list[tuple[Op, bool]]
 """Ops, and whether each belongs to a serial block."""
 
@@ -93,12 +95,12 @@ def with_inputs(shape: PipelineShape, ops: Flagged) -> Flagged:
     at = -1
     for number, key in enumerate(used):
         at = max(at, places[key].entered[-1])
-        if number >= shape.step.slots:
-            at = max(at, places[used[number - shape.step.slots]].done[-1])
+        if number >= shape.step.input_slots:
+            at = max(at, places[used[number - shape.step.input_slots]].done[-1])
         if at >= places[key].again[0]:
             raise ScheduleError(
                 f"layer {key.layer} of stage {key.stage} reads its input of microbatch {key.microbatch} "
-                f"before one of {shape.step.slots} buffers is free for it: this schedule leaves weight "
+                f"before one of {shape.step.input_slots} buffers is free for it: this schedule leaves weight "
                 "gradients for later; choose another one, or more memory.buffers"
             )
         behind.setdefault(at, []).append(_op(shape, kinds.INPUT_FETCH, key))
@@ -119,7 +121,7 @@ def buffer_sources(shape: PipelineShape, ops: Sequence[Op]) -> dict[int, list[in
     if not copies:
         return {}
     assert shape.step is not None
-    slots, places, found = shape.step.slots, _places(shape, ops), dict[int, list[int]]()
+    slots, places, found = shape.step.input_slots, _places(shape, ops), dict[int, list[int]]()
     stores = [position for position in copies if ops[position].kind is kinds.INPUT_STORE]
     fetches = [position for position in copies if ops[position].kind is kinds.INPUT_FETCH]
     for before, store in zip(stores, stores[slots:], strict=False):

@@ -67,6 +67,8 @@ class StepShape:
     """There are experts, whose loads are told to everyone at the end of a step."""
     slots: int = 0
     """Buffers of the ring that state from the host's memory visits."""
+    input_slots: int = 0
+    """Inputs of layers that may wait for their way there, and as many buffers for those that come back."""
     by_layer: bool = False
     """A layer's update stands behind its weight gradients, not behind the norm of all."""
     next_forward: bool = False

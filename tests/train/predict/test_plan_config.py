@@ -16,10 +16,10 @@ from moeclipse.cost.hardware import device
 from moeclipse.pipeline.overlap import lay_out
 from moeclipse.plan.layout import Layout
 from moeclipse.plan.layouts import plan_of, search
-from moeclipse.plan.question import Request
+from moeclipse.plan.question import Plan, Request
 from moeclipse.plan.step import Terms
 from moeclipse.train.config import TrainConfig, layout_problems
-from moeclipse.train.predict.host_share import placing
+from moeclipse.train.predict.host_share import host_link, placing
 from moeclipse.train.predict.model_sizes import sizes_of
 from moeclipse.train.predict.plan_config import (
     batch_for,
@@ -222,6 +222,72 @@ def test_copies_that_nothing_hides_are_near_the_simulated_ones(
     assert plan.time.seconds == pytest.approx(simulated.step_s, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("clip", "microbatches", "gb_s"),
+    [
+        ("layer", 4, 5),
+        *(pytest.param(*way, marks=pytest.mark.full) for way in (("layer", 1, 50), ("layer", 4, 50))),
+        pytest.param("global", 4, 5, marks=pytest.mark.full),
+    ],
+)
+def test_inputs_on_the_host_are_counted_and_priced_as_simulated(
+    clip: str, microbatches: int, gb_s: float
+) -> None:
+    """Layer by layer or not, with more state there than fits beside: the wire is one."""
+    layers = clip == "layer" and microbatches > 1
+    changes = {
+        "data.seq_len": 4096,
+        "data.batch_size": 32,
+        "optim.clip": clip,
+        "optim.accumulate": microbatches,
+        "pipeline.schedule": "layers" if layers else "auto",
+        "pipeline.recompute": "full",
+        "memory.place": "host",
+        "memory.share": 0.9,
+        "memory.activations": "host",
+        "memory.copy_gb_s": gb_s,
+    }
+    config = with_values(config_for("qwen3-30b-a3b"), {**ONE_GPU, "optim.master": "low-bits", **changes})
+    request = asked(config, 1, 32)
+    machine = replace(request.terms.cluster, host=host_link(config), host_memory=1e12)
+    terms = replace(request.terms, cluster=machine, place=place_of(config, machine))
+    way = {"schedule": "layers", "stages_per_rank": 48} if layers else {}
+    layout = Layout(
+        microbatches=microbatches, samples=32 // microbatches, recompute="full", inputs=True, **way
+    )
+    plan = plan_of(replace(request, terms=terms), layout)
+    given = ((1, 1, 1), plan.room, device("h200"), torch.bfloat16, "full", 0.9)
+    simulated = placing(config, *given)
+    assert plan.time.seconds == pytest.approx(simulated.step_s, rel=0.1)
+    assert plan.peak == pytest.approx(simulated.peak, rel=0.01)
+    assert plan.host_bytes == pytest.approx(simulated.host_bytes + simulated.input_bytes, rel=0.01)
+    stay = with_values(config, {"memory.activations": "device"})
+    assert plan.peak < 0.98 * placing(stay, *given).peak
+    if gb_s < 10:
+        assert plan.time.seconds > 1.05 * placing(stay, *given).step_s
+    assert planned_config(config, plan, 32, 4096).memory.activations == "host"
+
+
+def test_inputs_leave_where_no_layout_fits_without() -> None:
+    config = with_values(config_for("qwen3-30b-a3b"), {**ONE_GPU, "optim.master": "low-bits"})
+
+    def plans(gb: float, **changes: object) -> tuple[Plan, ...]:
+        keys = {f"memory.{key}": value for key, value in changes.items()}
+        return search(replace(asked(with_values(config, keys), 1, 32), most_bytes=1e9 * gb)).plans
+
+    found = plans(90)
+    assert not plans(90, activations="device")
+    assert found
+    assert all(plan.layout.inputs and plan.layout.recompute == "full" for plan in found)
+    assert found[0].layout.title.endswith(", inputs on the host")
+    assert max(plan.peak for plan in found) < 90e9
+    better, stay = plans(110), plans(110, activations="device")
+    assert better[0].time.seconds < 0.95 * stay[0].time.seconds, "larger microbatches fit"
+    assert any(not plan.layout.inputs for plan in better), "none leave where they need not"
+    assert all(plan.layout.inputs for plan in plans(133, activations="host"))
+    assert not plans(90, host_gb=125), "150 GB are needed"
+
+
 def test_what_would_let_one_gpu_take_it_is_told_with_what_it_comes_to() -> None:
     config = config_for("qwen3-30b-a3b")
     request = asked(config, 1, 16)
@@ -242,7 +308,8 @@ def test_rules_of_the_configuration_keep_state_on_the_device() -> None:
     machine = cluster("h200")
     assert place_of(config, machine).host_room == machine.host_memory
     assert place_of(with_values(config, {"memory.host_gb": 10.0}), machine).host_room == 10e9
-    assert place_of(with_values(config, {"placement.planner": "greedy"}), machine).host_room == 0
+    assert place_of(config, machine).state
+    assert not place_of(with_values(config, {"placement.planner": "greedy"}), machine).state
     assert place_of(config, cluster("cpu")).host_room == 0
     half = with_values(config, {"memory.place": "host", "memory.share": 0.5, "memory.states": "moments"})
     assert (place_of(half, machine).fixed, place_of(half, machine).each) == (0.5, 8)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from moeclipse.schedule.input_travel import WEIGHTS_AT_ONCE
+
 if TYPE_CHECKING:
     from moeclipse.balance.config import PlacementConfig
     from moeclipse.model.config import ModelConfig
@@ -85,10 +87,6 @@ def travel_problems(
         yield "optim.clip = 'layer' needs optim.clip_norm: a bound on the norm of each layer"
 
 
-WEIGHTS_AT_ONCE = ("auto", "1f1b", "1f1b-pairs", "pp1", "gpipe", "vpp", "vpp+1", "layers")
-"""Schedules that leave no weight gradients for later: until these, a layer reads its input."""
-
-
 def activation_problems(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[str]:
     """Why inputs of layers cannot lie on the host."""
     told = "memory.activations = 'host'"
@@ -104,8 +102,8 @@ def activation_problems(pipeline: PipelineConfig, model: ModelConfig) -> Iterato
             f"{told} needs pipeline.recompute_layers above {pipeline.recompute_layers}: the first layer "
             "keeps its input"
         )
-    if pipeline.schedule not in WEIGHTS_AT_ONCE:
+    if pipeline.schedule not in ("auto", *WEIGHTS_AT_ONCE):
         yield (
             f"{told} does not go with pipeline.schedule = {pipeline.schedule!r}, which leaves weight "
-            f"gradients for later; choose one of {', '.join(map(repr, WEIGHTS_AT_ONCE))}"
+            f"gradients for later; choose one of {', '.join(map(repr, ('auto', *WEIGHTS_AT_ONCE)))}"
         )

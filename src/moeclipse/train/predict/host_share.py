@@ -41,6 +41,7 @@ from moeclipse.train.predict.run_step import RunStep, StepPrices
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import (
     by_layers,
+    input_buffers,
     input_bytes,
     leaving_inputs,
     one_layer_at_a_time,
@@ -195,7 +196,7 @@ def state_and_rest(
     )
     kept *= config.optim.accumulate if by_layers(config) else 1
     if leave:  # those that wait for their way out, and the ring
-        kept += 2 * config.memory.buffers * input_bytes(config, axes, width)
+        kept += 2 * input_buffers(config) * input_bytes(config, axes, width)
     most = beside(sizes, sharing, tokens, width, program=by_layers(config), head=True)
     state = parameters.owned * each_element(config.optim, "all", dtype)
     return state, held + kept + most

@@ -101,7 +101,7 @@ def state_of(config: TrainConfig, held: torch.dtype | None = None) -> StateBytes
 
 
 def place_of(config: TrainConfig, cluster: Cluster) -> StatePlace:
-    """Where state may lie: on the host, too, if no rule of the configuration is against it."""
+    """Where state and inputs of layers may lie; no rule of the configuration is against it."""
     import torch
 
     from moeclipse.train.predict.state_bytes import each_element
@@ -112,11 +112,13 @@ def place_of(config: TrainConfig, cluster: Cluster) -> StatePlace:
     room = min(1e9 * memory.host_gb or cluster.host_memory, cluster.host_memory)
     held = torch.float32 if cluster.device.name == "cpu" else torch.bfloat16
     return StatePlace(
-        host_room=room if open_to else 0.0,
+        host_room=room,
+        state=open_to,
         each=each_element(config.optim, memory.states, held),
         fixed=memory.share if memory.place == "host" else None,
         buffers=memory.buffers,
         by_layer=config.optim.clip == "layer",
+        inputs=memory.activations,
     )
 
 
@@ -155,6 +157,8 @@ def values_of(plan: Plan, batch: int, sequence: int) -> dict[str, object]:
         "data.batch_size": batch,
         "data.seq_len": sequence,
     }
+    if layout.inputs:
+        values["memory.activations"] = "host"
     return values
 
 

@@ -30,9 +30,11 @@ from moeclipse.sim.engine import Simulation, simulate
 from moeclipse.sim.measure import summarise
 from moeclipse.sim.step_costs import GRADIENT_BYTES
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.memory_config import activation_problems
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import (
     estimated_buckets,
+    input_buffers,
     shapes_of_run,
     when_updated,
     with_host_inputs,
@@ -156,7 +158,7 @@ class RunStep:
             assert step is not None
             on_host = [sum(bucket.host_bytes for bucket in mine) for mine in step.buckets]
             peaks = tuple(size - away for size, away in zip(peaks, on_host, strict=True))
-            self._refuse_large(layout.schedule, peaks)
+            self._refuse_large(layout.schedule, peaks, schedule)
         return Answer(
             name=layout.schedule,
             result=result,
@@ -166,13 +168,24 @@ class RunStep:
             bytes_of=peaks,
         )
 
-    def _refuse_large(self, name: str, peaks: Sequence[float]) -> None:
+    def _refuse_large(self, name: str, peaks: Sequence[float], schedule: str) -> None:
         worst = max(range(len(peaks)), key=lambda rank: peaks[rank])
         if self.memory_limit is not None and peaks[worst] > self.memory_limit:
             raise ScheduleError(
                 f"{name}: rank {worst} of the pipeline takes {peaks[worst] / GIB:.1f} GiB at its peak, more "
-                f"than the {self.memory_limit / GIB:g} allowed"
+                f"than the {self.memory_limit / GIB:g} allowed{self._with_inputs_away(schedule)}"
             )
+
+    def _with_inputs_away(self, schedule: str) -> str:
+        """What it would take with inputs of layers on the host, where these may go."""
+        config = self.config
+        pipeline = replace(config.pipeline, schedule=schedule)  # type: ignore[arg-type]
+        if config.memory.activations != "auto" or list(activation_problems(pipeline, config.model)):
+            return ""
+        away = replace(config, memory=replace(config.memory, activations="host"))
+        answer = replace(self, config=away, memory_limit=None).answer(schedule)
+        peak, step = max(answer.bytes_of) / GIB, answer.summary.makespan
+        return f"; with memory.activations = 'host' {peak:.1f} GiB, in {step:.3g} s"
 
     def _simulated(self, verified: Verified) -> Simulation:
         if self.costs is not None:
@@ -207,6 +220,7 @@ class RunStep:
         apart = layout.rank_of[0] != layout.rank_of[-1]
         placed = tuple(self._placed(mine, step) for mine in buckets)
         step = replace(step, buckets=placed, tied=tied and apart, slots=config.memory.buffers)
+        step = replace(step, input_slots=input_buffers(config))
         step = when_updated(step, config, self.dp * self.ep * config.parallel.tp * pp, pp)
         chunks = chunks_for(config, self.dp * self.ep)
         return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout

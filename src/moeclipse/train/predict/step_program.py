@@ -67,6 +67,7 @@ def step_program(
     listed = tuple(tuple(map(_bucket, everyone[place * copies])) for place in range(mesh.pp))
     ends = layout.rank_of[0], layout.rank_of[-1]
     step = replace(step, buckets=listed, tied=tied and ends[0] != ends[1], slots=config.memory.buffers)
+    step = replace(step, input_slots=input_buffers(config))
     step = when_updated(step, config, mesh.num_ranks, mesh.pp)
     accumulate = config.optim.accumulate
     return make_program(config.pipeline, layout, layers, mesh.pp, accumulate, chunks, step=step)
@@ -153,6 +154,13 @@ def with_host_inputs(
     """Those whose inputs travel say so."""
     size, leave = input_bytes(config, axes, width), leaving_inputs(config, axes)
     return [replace(layer, host_bytes=size * (index in leave)) for index, layer in enumerate(layers)]
+
+
+def input_buffers(config: TrainConfig) -> int:
+    """Of the device, each way. Layer by layer those of all microbatches come between the state of two layers,
+    which waits for its ring: nobody's input should wait behind it."""
+    least = config.memory.buffers
+    return max(least, config.optim.accumulate + 1) if by_layers(config) else least
 
 
 def leaving_inputs(config: TrainConfig, axes: tuple[int, int, int]) -> list[int]:

@@ -47,7 +47,7 @@ class HostInputs:
         """`room`: bytes of the host's memory that they may take."""
         shape, ops, device = program.pipeline(), program.ranks[mesh.pp_index], mesh.device
         assert shape.step is not None
-        self.lane, self.slots = lane, shape.step.slots
+        self.lane, self.slots = lane, shape.step.input_slots
         moved = (kinds.INPUT_STORE, kinds.INPUT_FETCH, kinds.ATTN_W)
         self._moved = [op for op in ops if op.kind in moved and travels(shape, op)]
         self._next = 0
