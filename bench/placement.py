@@ -16,8 +16,9 @@ is left out where that is missing (bench/_placement_steps.py). `memory`: a segme
 random and planned (bench/_placement_memory.py). `fedavg`: how far averaging the weights of replicas is from
 summing their gradients (bench/_placement_fedavg.py). `owners`: what it is worth that replicas own their
 expert together, on 64 simulated ranks (bench/_placement_owners.py). `replay`: planners on the recorded loads
-of two real runs (bench/_placement_replay.py). `nodes`: two hosts with a slow link between them, predictions
-against measurements; it needs root, too (bench/_placement_nodes.py).
+of two real runs (bench/_placement_replay.py). `far`: planners on 64 simulated ranks of 8 nodes
+(bench/_placement_far.py). `nodes`: two hosts with a slow link between them, predictions against
+measurements; it needs root, too (bench/_placement_nodes.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, Literal, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import _placement_far
 import _placement_fedavg
 import _placement_memory
 import _placement_nodes
@@ -263,11 +265,18 @@ def owners(size: Size) -> Found:
     return rows, _placement_owners.checks(rows)
 
 
+def far(size: Size) -> Found:
+    seeds, cases, plans = {"smoke": (1, 1, 2), "short": (1, 2, 3), "long": (3, 4, 4)}[size]
+    rows = _placement_far.run(Loads, COSTS, seeds, cases, plans)
+    return rows, _placement_far.checks(rows)
+
+
 PARTS: dict[str, Callable[[Size], Found]] = {
     "quality": quality,
     "end_to_end": partial(on_slow_wire, _placement_steps),
     "nodes": partial(on_slow_wire, _placement_nodes),
     "owners": owners,
+    "far": far,
     "replay": _placement_replay.run,
     "memory": lambda size: _placement_memory.report(_placement_memory.run_here(size)),
     "fedavg": lambda size: _placement_fedavg.report(_placement_fedavg.run_here(size)),

@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "balance/draft.py",
+        "go_PE[rank_X, expert_X] -= kept_X",
+        "go_PE[rank_X, expert_X] -= 0.0",
+        "balance/test_nodes.py::test_a_draft_knows_which_rows_cross",
+        "rows that stay on their rank are thought to cross, too",
+        "plans for several hosts relieve cards that are not the busiest",
+    ),
+    Mutant(
+        "balance/nodes.py",
+        "dict.fromkeys((node, int(home_E[expert])))",
+        "(node,)",
+        "balance/test_nodes.py::test_sources_that_ask_for_other_experts_get_theirs",
+        "an expert that comes to another host leaves the one that asks most for it",
+        "each host's favourites stand with its neighbours, and their rows cross",
+    ),
+    Mutant(
         "balance/serving.py",
         "        left -= taken\n",
         "        left = 0.0\n",

@@ -174,24 +174,42 @@ class Draft:
         leave = [a - b for a, b in zip(problem.source, self.books.kept, strict=True)]
         far = 0.0
         if problem.num_nodes > 1:
-            in_N, out_N = self.rows_across_nodes()
-            far_in, far_out = _by_rank(enter, in_N, problem), _by_rank(leave, out_N, problem)
-            most_N = np.maximum(in_N, out_N).tolist()
-            far = most(list(map(max, far_in, far_out)) if costs.card_per_rank else most_N)
-            enter = [a - b for a, b in zip(enter, far_in, strict=True)]
-            leave = [a - b for a, b in zip(leave, far_out, strict=True)]
+            far_in, far_out = self.rows_across_nodes
+            card_P = np.maximum(far_in, far_out)
+            if not costs.card_per_rank:
+                node_P = problem.node_index
+                card_P = np.maximum(np.bincount(node_P, far_in), np.bincount(node_P, far_out))
+            far = most(card_P.tolist())
+            enter = [a - b for a, b in zip(enter, far_in.tolist(), strict=True)]
+            leave = [a - b for a, b in zip(leave, far_out.tolist(), strict=True)]
         near = sum(enter) / len(enter) if costs.shared_wire else most(list(map(max, enter, leave)))
         return EXCHANGES * costs.row_bytes * (near / costs.near_bandwidth + far / costs.far_bandwidth)
 
+    @cached_property
     def rows_across_nodes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows into and out of each node: what it computes, and sends, beyond what it can keep."""
-        problem = self.problem
+        """Rows that each rank gets from other nodes and sends there: what its node cannot keep of an expert.
+
+        A row stays on its rank where it can, then on its node; which of the others cross is not known yet, so
+        ranks of a node take part in what crosses as they do in what leaves ranks.
+        """
+        problem, node_P = self.problem, self.problem.node_index
+        rank_X, share_X = list(chain(*self.holders)), np.array(list(chain(*self.shares)))
         expert_X = np.repeat(np.arange(len(self.holders)), list(map(len, self.holders)))
-        place_X = problem.node_index[list(chain(*self.holders))] * len(self.holders) + expert_X
+        node_X = node_P[rank_X]
+        kept_X = np.minimum(share_X, problem.counts_PE[rank_X, expert_X])
         size = problem.num_nodes * len(self.holders)
-        load_NE = np.bincount(place_X, list(chain(*self.shares)), size).reshape(problem.num_nodes, -1)
-        kept_N = np.minimum(load_NE, problem.rows_NE).sum(1)
-        return load_NE.sum(1) - kept_N, problem.rows_NE.sum(1) - kept_N
+        load_NE, come_NE = (
+            np.bincount(node_X * len(self.holders) + expert_X, rows_X, size).reshape(problem.num_nodes, -1)
+            for rows_X in (share_X, share_X - kept_X)
+        )
+        kept_NE = np.minimum(load_NE, problem.rows_NE)
+        go_PE = problem.counts_PE.astype(float)
+        go_PE[rank_X, expert_X] -= kept_X
+        go_NE = problem.rows_NE - (load_NE - come_NE)
+        came_NE = _parts(load_NE - kept_NE, come_NE)
+        gone_NE = _parts(problem.rows_NE - kept_NE, go_NE)
+        far_in = np.bincount(rank_X, (share_X - kept_X) * came_NE[node_X, expert_X], len(self.slots))
+        return far_in, (go_PE * gone_NE[node_P]).sum(1)
 
     @cached_property
     def migration(self) -> list[float]:
@@ -288,12 +306,8 @@ class Draft:
         return Placement(tuple(map(tuple, self.slots)), tuple(self.primary))
 
 
-def _by_rank(rows: list[float], across_N: np.ndarray, problem: PlanProblem) -> list[float]:
-    """Of each rank's rows those that cross nodes: which of them do is not known yet, so of all alike."""
-    all_N = np.bincount(problem.node_index, rows)
-    part_N = np.minimum(across_N / np.where(all_N > 0, all_N, 1.0), 1.0)
-    found: list[float] = (np.maximum(rows, 0.0) * part_N[problem.node_index]).tolist()
-    return found
+def _parts(of: np.ndarray, all_of: np.ndarray) -> np.ndarray:
+    return of / np.where(all_of > 0, all_of, 1.0)
 
 
 def power_mean(values: list[float]) -> float:

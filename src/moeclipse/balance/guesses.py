@@ -108,7 +108,7 @@ class Guesses:
         sender = int(self.leave_P.argmax())
         targets = [sender]
         if problem.num_nodes > 1:
-            in_N, out_N = draft.rows_across_nodes()
+            in_N, out_N = (np.bincount(problem.node_index, rows) for rows in draft.rows_across_nodes)
             node = int(np.maximum(in_N, out_N).argmax())
             inside = np.flatnonzero(problem.node_index == node)
             targets.append(int(inside[self.level_P[inside].argmin()]))

@@ -29,7 +29,7 @@ from moeclipse.balance.bottlenecks import steadied, steadies
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.drift import UNKNOWN
 from moeclipse.balance.incremental import improved
-from moeclipse.balance.nodes import plan_two_level
+from moeclipse.balance.nodes import plan_two_level, tables_for_nodes
 from moeclipse.balance.objective import PlacementCosts, sync_copies
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.problem import PlanProblem, fitted, packed
@@ -50,6 +50,8 @@ FEWEST_MOVES = 8
 
 FEW_TRIES, CLEAN_TRIES, MOST_TRIES = 4_500_000, 1_500_000, 300
 """Of a search, times the square of its slots: work is counted, never timed, so that plans repeat."""
+NODES = 10
+"""Over nodes a search may try so much more: the wire between them is most of a step."""
 MANY_LEAVE = 0.2
 """Part of all rows that might stay on their rank and do not: sets of ranks know nothing of wires."""
 POLISH_TRIES, LEAST_POLISH = 70_000, 30
@@ -150,11 +152,11 @@ def search_tier(config: PlanConfig, offers: Offers) -> None:
     if by_sets and problem.num_nodes == 1 and leaving < MANY_LEAVE:
         search_by_sets(config, offers, rough)
         return
-    if not (large and rough):
+    if not (large and rough) or problem.num_nodes > 1:
         offers.offer(few_moves(config, problem))
     worth = config.min_gain if rough else max(config.min_gain, problem.turnover)
-    if (rough or not large) and offers.can_win(worth):
-        start, tries = clean_start(offers, rough), tries_for(problem.tier, CLEAN_TRIES)
+    if (rough or not large or problem.num_nodes > 1) and offers.can_win(worth):
+        start, tries = clean_start(offers, rough), tries_of(problem, CLEAN_TRIES)
         offers.offer(improved(start, problem.num_slots, tries).placement())
     best = packed(offers.table, problem.tier) if by_sets else None
     if best is not None:
@@ -234,22 +236,39 @@ def tries_for(slots_P: Sequence[int], tries: int) -> int:
     return min(tries // max(sum(slots_P), 1) ** 2, MOST_TRIES)
 
 
+def tries_of(problem: PlanProblem, tries: int) -> int:
+    return tries_for(problem.tier, tries) * (NODES if problem.num_nodes > 1 else 1)
+
+
 def few_moves(config: PlanConfig, problem: PlanProblem) -> Placement:
     """What holds now, improved by a few copies; itself where it does not fit."""
     now = packed(problem.current, problem.tier)
     if now is None:
         return problem.current
     start = Draft.of(now, problem)
-    return improved(start, moves_of(config, problem), tries_for(problem.tier, FEW_TRIES)).placement()
+    return improved(start, moves_of(config, problem), tries_of(problem, FEW_TRIES)).placement()
 
 
 def clean_start(offers: Offers, rough: bool) -> Draft:
-    """The better of two tables; what a tier gives depends on it alone."""
+    """The better of two tables, over nodes of several; what a tier gives depends on it alone."""
     problem = offers.problem
     greedy = plan_greedy(problem.load_E, problem.tier)
     price = offers.offer(greedy, yardstick=rough)
+    if problem.num_nodes > 1:
+        return start_over_nodes(offers, renamed(greedy, problem))
     start = Draft.of(wrap_filled(problem, problem.tier, spare=False), problem)
     return start if start.seconds <= price else Draft.of(renamed(greedy, problem), problem)
+
+
+def start_over_nodes(offers: Offers, greedy: Placement) -> Draft:
+    """The cheapest as a step is judged: a draft does not know whose rows cross."""
+    problem = offers.problem
+    tables = [wrap_filled(problem, problem.tier, spare=False)]
+    for table in tables_for_nodes(problem.counts_PE, problem.tier, problem.node_P):
+        tables.append(renamed(table, problem))
+    for table in tables:
+        offers.offer(table)
+    return Draft.of(min([greedy, *tables], key=lambda table: problem.judge(table).total), problem)
 
 
 def expected_balance(placement: Placement, load_E: np.ndarray) -> float:

@@ -10,7 +10,7 @@ import pytest
 from plans import FREE
 
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.planner import PlanConfig
+from moeclipse.balance.planner import NODES, PlanConfig
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
@@ -112,10 +112,12 @@ def test_a_clock_of_steps_tells_the_median(monkeypatch: pytest.MonkeyPatch) -> N
     assert clock.median_s == 1.0, "of the last steps alone"
 
 
-def test_times_by_the_book_follow_from_the_configuration() -> None:
+def test_times_by_the_book_follow_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, small = Mesh.single(), TrainConfig()
     large = with_values(small, {"data.batch_size": 2 * small.data.batch_size, "moe.num_experts": 256})
     one, other = counted_times(small, mesh), counted_times(large, mesh)
     assert one == counted_times(small, mesh)
     assert other["step_s"] > 2 * one["step_s"] > 0
     assert (one["search_s"], other["search_s"]) == (SLOT_S * small.moe.num_experts, SEARCHED_S)
+    monkeypatch.setattr(mesh, "hosts", (0, 1))
+    assert counted_times(large, mesh)["search_s"] == NODES * SEARCHED_S

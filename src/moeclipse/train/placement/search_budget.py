@@ -26,7 +26,7 @@ from statistics import median
 import numpy as np
 
 from moeclipse.balance.config import usual_slots
-from moeclipse.balance.planner import SMALL
+from moeclipse.balance.planner import NODES, SMALL
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.flops import LeastWork
 from moeclipse.moe.tune.fixed_prices import rate
@@ -93,6 +93,7 @@ def counted_times(config: TrainConfig, mesh: Mesh) -> dict[str, float]:
     experts, ranks = config.moe.num_experts, expert_group(mesh, config.moe).size
     slots = ranks * usual_slots(experts, ranks)
     search_s = SEARCHED_S if slots > SMALL else SLOT_S * slots
+    search_s *= NODES if len(set(mesh.hosts)) > 1 else 1
     return {"step_s": work.flops / (rate(mesh) * mesh.num_ranks), "search_s": search_s}
 
 
