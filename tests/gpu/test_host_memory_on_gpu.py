@@ -1,6 +1,6 @@
 """State in pinned memory of the host on a GPU: the bits of state on the device, and copies beside compute.
 
-Tests of inputs of layers have not yet run on a GPU.
+Tests of inputs of layers and of gradients have not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -104,6 +104,20 @@ def same_inputs(mesh: Mesh) -> None:
 
 def test_the_same_bits_with_inputs_of_layers_in_pinned_memory() -> None:
     run_ranks(1, same_inputs, device="cuda", deadline_s=300.0)
+
+
+def same_gradients(mesh: Mesh) -> None:
+    base = {"model.num_layers": 6, "optim.clip_norm": 0.01, "pipeline.recompute": "full"}
+    for form in ({}, {"optim.main_grad": "bf16"}):
+        wanted = trained(mesh, {**form, **base})
+        for how in ({"memory.buffers": 1}, {"memory.place": "host"}, INPUTS):
+            losses, state = trained(mesh, {**form, **base, **how, "memory.main_grad": "host"})
+            assert losses == wanted[0], (form, how)
+            assert all(torch.equal(state[name], tensor) for name, tensor in wanted[1].items())
+
+
+def test_the_same_bits_with_gradients_in_pinned_memory() -> None:
+    run_ranks(1, same_gradients, device="cuda", deadline_s=300.0)
 
 
 def less_memory(mesh: Mesh) -> None:

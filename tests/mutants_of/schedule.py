@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "schedule/grad_travel.py",
+        "if op.kind.form not in (Form.B, Form.W) or",
+        "if op.kind.form is not Form.F or",
+        "schedule/test_grad_travel.py::test_what_is_read_before_it_came_or_overwritten_before_it_left_is_refused",
+        "nobody asks whether a gradient has left before another takes its memory",
+        "a program that loses gradients is proved",
+    ),
+    Mutant(
+        "schedule/grad_travel.py",
+        "found.append(earlier[-slots] if key is not None and len(earlier) >= slots else -1)",
+        "found.append(earlier[-1] if key is not None and len(earlier) >= slots else -1)",
+        "schedule/test_grad_travel.py::test_turns_go_round_among_those_that_are_alike",
+        "all layers but the first ones take one buffer",
+        "what is simulated is not what runs",
+    ),
+    Mutant(
         "schedule/layer_by_layer.py",
         "    ops += [backward(stage, m) for stage in reversed(range(last)) for m in M]  # 3",
         "    ops += [backward(stage, m) for m in M for stage in reversed(range(last))]  # 3",

@@ -38,7 +38,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.model_sizes import sizes_of_run
 from moeclipse.train.predict.plan_config import state_of
 from moeclipse.train.predict.run_step import Measured, RunBytes, RunStep
-from moeclipse.train.predict.step_program import one_layer_at_a_time
+from moeclipse.train.predict.step_program import grads_take_turns
 from moeclipse.train.predict.step_sizes import cluster_costs, tokens_of, value_bytes
 from moeclipse.train.presets import merge
 
@@ -191,6 +191,7 @@ def bytes_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbal
     width = value_bytes(config.model.dtype, machine.device)
     held = torch.float32 if width > 2 else torch.bfloat16
     pp, tp = config.parallel.pp, config.parallel.tp
+    turns = grads_take_turns(config, pp * dp * ep * tp, pp)
     return RunBytes(
         model=sizes_of_run(config),
         sharing=Sharing(
@@ -199,7 +200,8 @@ def bytes_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbal
             tp=tp,
             imbalance=imbalance,
             fused=width < 4,
-            by_layer=one_layer_at_a_time(config, pp * dp * ep * tp, pp),
+            by_layer=turns > 0,
+            at_once=turns,
         ),
         state=state_of(config, held),
         tokens=tokens_of(config, axes),

@@ -149,6 +149,8 @@ class Sharing:
     """Experts are computed by our kernels: on GPUs."""
     by_layer: bool = False
     """One rank has all layers, and forgets the gradients of one before those of the next begin."""
+    at_once: int = AT_ONCE
+    """Layers whose gradients are there together then."""
 
     def held(self, model: ModelSizes, layers: range, tables: tuple[bool, bool]) -> HeldParameters:
         """`tables`: whether the rank has the embedding, and the head."""
@@ -167,7 +169,7 @@ class Sharing:
         shared = sum(map(model.trained_experts, layers))
         beside = number * sum(expert for has, (_, expert) in zip(moe, adapted, strict=True) if has)
         here = trained / self.tp + shared / ranks
-        part = min(AT_ONCE / model.num_layers, 1.0) if self.by_layer else 1.0
+        part = min(self.at_once / model.num_layers, 1.0) if self.by_layer else 1.0
         return HeldParameters(
             experts=sum(moe) * number * model.expert_parameters / ranks,
             matrices=matrices / self.tp,

@@ -166,23 +166,28 @@ def adam_kernel(
     )  # fmt: skip
 
 
-def sum_of_squares_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def squares_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stretch by stretch: a whole copy in fp64 would take twice the gradients' memory."""
     sums = []
     for part in parts:
         for stretch in part.split(STRETCH):
             wide = stretch.to(torch.float64, copy=True)
             sums.append(wide.mul_(wide).sum())
-    return torch.stack(sums).sum()
+    return torch.stack(sums)
 
 
 def sum_of_squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of all elements of flat tensors, some of which there are: one fp64 number on their device."""
+    return squares(parts).sum()
+
+
+def squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same stretch by stretch: those of one tensor after the other add up to the same bits."""
     fits = all(part.is_cuda and part.dtype != torch.float64 for part in parts)
-    return (sum_of_squares_kernel if fits else sum_of_squares_reference)(parts)
+    return (squares_kernel if fits else squares_reference)(parts)
 
 
-def sum_of_squares_kernel(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def squares_kernel(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     from moeclipse.ops.triton import adam as kernels
 
     programs = [-(-len(part) // (BLOCK * SQUARES_BLOCKS)) for part in parts]
@@ -192,4 +197,4 @@ def sum_of_squares_kernel(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             kernels.sum_of_squares[(len(place),)](
                 part, place, len(part), BLOCKS=SQUARES_BLOCKS, BLOCK=BLOCK, num_warps=8
             )
-    return sums.sum()
+    return sums

@@ -33,6 +33,7 @@ PARTS = {
     "TENSOR": "tensor parallelism",
     "TIED": "tied embedding",
     "BUCKET": "bucket",
+    "GRAD": "gradient of a bucket",
     "RESULTS": "loss and norm",
 }
 WHOLE = {

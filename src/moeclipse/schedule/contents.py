@@ -66,7 +66,7 @@ def _check_pipeline(program: Program, shape: PipelineShape) -> None:
 
 def check_fields(op: Op, rank: int) -> None:
     """What the kind of an op of a pipeline does not have must be left out."""
-    counts = op.kind in LAUNCHES or op.kind.part is Part.BUCKET
+    counts = op.kind in LAUNCHES or op.kind.part in (Part.BUCKET, Part.GRAD)
     if (op.step is not None) is not counts or op.expert is not None:
         raise ScheduleError(f"{op} on rank {rank} is no exchange of one layer; it has no step and no expert")
     if not holds_its_actions(op):
@@ -165,7 +165,7 @@ def _wanted_launches(shape: PipelineShape, step: StepShape, place: int) -> Itera
     yield from ((kind, first, None, None) for kind in ends_at(shape, place))
     buckets = buckets_of(shape, step, first)
     for number in range(len(buckets)):
-        for kind in bucket_kinds(buckets[number]):
+        for kind in bucket_kinds(buckets, number):
             yield (kind, first, None, None, number)
 
 

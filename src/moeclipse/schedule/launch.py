@@ -48,6 +48,11 @@ class BucketShape(NamedTuple):
     """Of this rank's optimizer state, as far as it lies in the host's memory (`schedule/state_travel`)."""
     layer: str = ""
     """Buckets of one are neighbours, and are clipped and updated together where updates go by layers."""
+    turn: int = -1
+    """The bucket whose gradient lay in the same memory, and is on the host now (`schedule/grad_travel`);
+    below 0: nobody's."""
+    grad_bytes: float = 0.0
+    """Of its own gradient, where that travels."""
 
 
 @dataclass(frozen=True, kw_only=True)

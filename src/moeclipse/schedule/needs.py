@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
+from moeclipse.schedule.grad_travel import leaves, left_before
 from moeclipse.schedule.input_travel import buffer_sources
 from moeclipse.schedule.kinds import AWAITED, COMPUTE, ENDS, KIND_OF, LAUNCHES, Form, Kind, Part
 from moeclipse.schedule.launch import StepShape
@@ -117,6 +118,10 @@ def _whole_needs(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
         if launch.ahead and launch.kind in AWAITED
     ]
     updated = _updated(shape, step, op) if step.next_forward and op.kind is kinds.ATTN_F else []
+    if op.stage is not None and op.layer is not None:
+        place = min(shape.placement.stages_of(shape.placement.rank_of[op.stage]))
+        gone = left_before(buckets_of(shape, step, op.stage), op)
+        updated += [(kinds.GRAD_STORE, place, None, None, number) for number in gone]
     return own + updated + _with_launches(shape, _leaf_needs(shape, op))
 
 
@@ -177,6 +182,11 @@ def _end_needs(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
         return [*_filled(shape, bucket.places), *tied]
     if op.kind is kinds.RESULTS_GATHER:
         return [(kinds.BUCKET_REDUCE, op.stage, None, None, number) for number in range(len(buckets))]
+    if op.kind is kinds.GRAD_STORE:
+        return [(kinds.BUCKET_REDUCE, op.stage, None, None, op.step)]
+    if op.kind is kinds.GRAD_FETCH:
+        taken = next(number for number, bucket in enumerate(buckets) if bucket.turn == op.step)
+        return [(kinds.BUCKET_UPDATE, op.stage, None, None, taken)]
     if op.kind in (kinds.BUCKET_GATHER, kinds.BUCKET_STORE):
         return [(kinds.BUCKET_UPDATE, op.stage, None, None, op.step)]
     if op.kind is kinds.BUCKET_FETCH:
@@ -190,6 +200,8 @@ def _end_needs(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
     ahead = step.next_forward and (kinds.BUCKET_FETCH, number) in fetched_ahead(buckets, step)
     if buckets[number].host_bytes and not ahead:  # what went ahead did so in the step before
         came = [(kinds.BUCKET_FETCH, op.stage, None, None, number)]
+    if leaves(buckets, number):
+        came.append((kinds.GRAD_FETCH, op.stage, None, None, number))
     if step.next_forward:
         return came
     if step.by_layer:

@@ -25,6 +25,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from moeclipse.schedule import kinds
+from moeclipse.schedule.grad_travel import leaves, makes_room_for
 from moeclipse.schedule.kinds import Kind
 from moeclipse.schedule.launch import BucketShape, StepShape
 
@@ -102,10 +103,13 @@ def updated_before(layers: Sequence[int]) -> list[int]:
     return found
 
 
-def kinds_of(bucket: BucketShape) -> tuple[Kind, ...]:
+def kinds_of(buckets: Sequence[BucketShape], number: int) -> tuple[Kind, ...]:
     """All that is done to a bucket in a step."""
-    whole = (kinds.BUCKET_REDUCE, kinds.BUCKET_UPDATE, kinds.BUCKET_GATHER)
-    return (*whole, kinds.BUCKET_FETCH, kinds.BUCKET_STORE) if bucket.host_bytes else whole
+    bucket = buckets[number]
+    whole: tuple[Kind, ...] = (kinds.BUCKET_REDUCE, kinds.BUCKET_UPDATE, kinds.BUCKET_GATHER)
+    if bucket.host_bytes:
+        whole += (kinds.BUCKET_FETCH, kinds.BUCKET_STORE)
+    return (*whole, kinds.GRAD_STORE, kinds.GRAD_FETCH) if leaves(buckets, number) else whole
 
 
 def fetched_ahead(buckets: Sequence[BucketShape], step: StepShape) -> list[Numbered]:
@@ -115,11 +119,14 @@ def fetched_ahead(buckets: Sequence[BucketShape], step: StepShape) -> list[Numbe
 
 
 def updates(buckets: Sequence[BucketShape], step: StepShape, which: Sequence[int]) -> Iterator[Numbered]:
-    """The updates of some buckets; behind each that travels its way back, then who takes its room."""
+    """The updates of some buckets; behind each whose gradient takes the place of its own; of one that travels
+    its way back, then who takes its room."""
     travel, regions = travelling(buckets, step), ring_of(buckets, step)
     at = {number: place for place, number in enumerate(travel)}
     for number in which:
         yield kinds.BUCKET_UPDATE, number
+        if (waiting := makes_room_for(buckets, number)) is not None:
+            yield kinds.GRAD_FETCH, waiting
         if number in at:
             yield kinds.BUCKET_STORE, number
             for other, region in zip(travel, regions, strict=True):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from moeclipse.schedule import kinds
+from moeclipse.schedule.grad_travel import leaves
 from moeclipse.schedule.kinds import A2A, AWAITED, COMPUTE, COPIES, LAUNCHES, P2P, Form, Kind, Part
 from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape, group_name
 from moeclipse.schedule.op import Op
@@ -37,6 +38,8 @@ END_AXES: dict[Kind, str] = {
     kinds.BUCKET_STORE: "store",
     kinds.INPUT_FETCH: "fetch",
     kinds.INPUT_STORE: "store",
+    kinds.GRAD_FETCH: "fetch",
+    kinds.GRAD_STORE: "store",
 }
 Flagged = list[tuple[Op, bool]]
 """Ops, and whether each belongs to a serial block."""
@@ -191,6 +194,8 @@ def with_end(shape: PipelineShape, place: int, ops: Flagged) -> Flagged:
         full = len(ops) if bucket.tied else max((filled[where] for where in bucket.places), default=len(ops))
         at = max(at, full)
         behind.setdefault(at, []).append(_bucket(kinds.BUCKET_REDUCE, first, number))
+        if leaves(buckets, number):
+            behind[at].append(_bucket(kinds.GRAD_STORE, first, number))
         following = updates(buckets, step, whole.get(number, ()))
         behind[at] += [_bucket(kind, first, each) for kind, each in following]
     front = _under_forward(shape, first, ops) if step.next_forward else {0: fetched_ahead(buckets, step)}

@@ -158,13 +158,14 @@ class ClusterCosts:
 
     def _end(self, shape: PipelineShape, step: StepShape, op: Op) -> float:
         """Buckets by their bytes; what else ends a step is a few numbers, or a tied embedding."""
-        if op.kind.part is not Part.BUCKET:
+        if op.kind.part not in (Part.BUCKET, Part.GRAD):
             size, stride = self._axis(step, END_AXES[op.kind], shape.placement.num_ranks)
             tied = self.table_parameters if op.kind is kinds.TIED_SUM else 0.0
             return self.cluster.collective(GRADIENT_BYTES * tied, size, stride)
         bucket = buckets_of(shape, step, op.stage or 0)[op.step or 0]
         if op.kind in COPIES:
-            return self.cluster.host.seconds(bucket.host_bytes)
+            moved = bucket.grad_bytes if op.kind.part is Part.GRAD else bucket.host_bytes
+            return self.cluster.host.seconds(moved)
         size, stride = self._axis(step, bucket.axis, shape.placement.num_ranks)
         if op.kind is kinds.BUCKET_UPDATE:
             owned = bucket.num_bytes / GRADIENT_BYTES / size

@@ -151,13 +151,14 @@ class StepCosts:
 
     def _end(self, shape: PipelineShape, step: StepShape, op: Op) -> float:
         """Buckets by their bytes; what else ends a step is a few numbers, or a tied embedding."""
-        if op.kind.part is not Part.BUCKET:
+        if op.kind.part not in (Part.BUCKET, Part.GRAD):
             alone = op.kind is not kinds.LOADS_SUM and step.copies * shape.placement.num_ranks == 1
             tied = self.table_parameters if op.kind is kinds.TIED_SUM else 0
             return 0.0 if alone else self.link.seconds(GRADIENT_BYTES * tied)
         bucket = buckets_of(shape, step, op.stage or 0)[op.step or 0]
         if op.kind in COPIES:
-            return self.host_link.seconds(bucket.host_bytes)
+            moved = bucket.grad_bytes if op.kind.part is Part.GRAD else bucket.host_bytes
+            return self.host_link.seconds(moved)
         num_ranks = step.size_of(bucket.axis)
         if op.kind is kinds.BUCKET_UPDATE:
             num_parameters = bucket.num_bytes / GRADIENT_BYTES / num_ranks

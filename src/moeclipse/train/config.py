@@ -155,6 +155,11 @@ def optim_problems(config: TrainConfig) -> Iterator[str]:
     """What the optimizer cannot do for a model of this type."""
     yield from type_problems(config.optim, config.model.dtype)
     yield from travel_problems(config.memory, config.optim, config.placement, config.parallel.pp)
+    if config.memory.main_grad == "host" and config.runs_program(config.parallel.pp, 1):
+        yield (
+            "memory.main_grad = 'host' needs one rank whose microbatches go one after the other: set "
+            "parallel.pp to 1, pipeline.schedule to 'auto' and pipeline.overlap to 'off'"
+        )
     if config.memory.activations == "host":
         yield from activation_problems(config.pipeline, config.model)
     if config.optim.state == "8bit" and config.parallel.tp > 1:

@@ -147,6 +147,21 @@ def test_of_adapters_only_what_is_trained_has_state_and_inputs_leave_above_it() 
     )
 
 
+def test_gradients_on_the_host_leave_those_of_some_layers_and_are_priced() -> None:
+    """Clipped by one norm, 30 billion parameters fit no other way."""
+    changes = {"pipeline.recompute": "full", "optim.clip": "global", "optim.master": "none"}
+    stay = big(**changes, **{"memory.place": "host"})
+    away = with_values(stay, {"memory.main_grad": "host"})
+    given = (ONE, 133e9, device("h200"), torch.bfloat16, "full", 0.9)
+    resident, found = placing(stay, *given), placing(away, *given)
+    each = 2 * (30.5e9 - 2 * 151936 * 2048) / 48
+    assert not resident.fits
+    assert found.fits
+    assert resident.peak - found.peak == pytest.approx(45 * each, rel=0.01), "all but those of three layers"
+    assert found.step_s > 1.1 * resident.step_s, "a fourth of a step has two ways to hide"
+    assert found.exposed_s > resident.exposed_s
+
+
 def chosen(mesh: Mesh) -> None:
     config = with_values(TrainConfig(), {"memory.place": "auto", "memory.device_gb": 1e3})
     assert share_for(config, mesh)[1] == 0.0

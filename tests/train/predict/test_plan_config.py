@@ -315,6 +315,12 @@ def test_rules_of_the_configuration_keep_state_on_the_device() -> None:
     assert (place_of(half, machine).fixed, place_of(half, machine).each) == (0.5, 8)
 
 
+def test_gradients_on_the_host_are_not_planned() -> None:
+    away = {"memory.main_grad": Sourced("host", "--memory.main-grad")}
+    with pytest.raises(ConfigError, match="cannot be planned: the way of gradients is counted by"):
+        config_for("qwen3-30b-a3b", away)
+
+
 def test_types_are_those_of_the_machine(tmp_path: Path) -> None:
     assert config_for("qwen3-30b-a3b").model.dtype == "bfloat16"
     assert config_for("tiny", on_cpu=True).model.dtype == "float32"

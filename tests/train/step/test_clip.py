@@ -104,18 +104,18 @@ def test_a_layer_is_clipped_by_its_own_norm(changes: dict[str, Any]) -> None:
 def the_same_behind_backward(mesh: Mesh, changes: dict[str, Any], steps: int = 3) -> None:
     """In backward, with memory for gradients shared or not, and behind it: the same bits."""
     found: list[tuple[list[float], list[float], dict[str, torch.Tensor]]] = []
-    here, shares = learner_module.updates_in_backward, learner_module.one_layer_at_a_time
+    here, shares = learner_module.updates_in_backward, learner_module.grads_take_turns
     for in_backward in (True, False):
         learner_module.updates_in_backward = lambda *_, answer=in_backward: answer  # type: ignore[assignment]
         if not in_backward:
-            learner_module.one_layer_at_a_time = lambda *_: False
+            learner_module.grads_take_turns = lambda *_: 0
         learner = Learner(config_of(changes), mesh)
         records = [learner.step(step) for step in range(steps)]
         state = {f"{piece.name}[{piece.start}]": piece.values.clone() for piece in learner._pieces()}
         found.append(([r["loss"] for r in records], [r["grad_norm"] for r in records], state))
         assert learner.by_layer is not None
         assert learner.by_layer.in_backward is in_backward
-    learner_module.updates_in_backward, learner_module.one_layer_at_a_time = here, shares
+    learner_module.updates_in_backward, learner_module.grads_take_turns = here, shares
     (losses, norms, state), (others, other_norms, other) = found
     assert (losses, norms) == (others, other_norms)
     assert losses[-1] != losses[0]

@@ -180,7 +180,7 @@ class Ledger:
             return what if op.lane == TP else f"{what}, microbatch {op.microbatch}"
         if op.kind in TRANSFERS:
             return f"{'activations' if op.kind.form is Form.F else 'gradients'} {op} "
-        if op.kind.part is Part.BUCKET:
+        if op.kind.part in (Part.BUCKET, Part.GRAD):
             assert self.shape.step is not None
             return f" bucket {buckets_of(self.shape, self.shape.step, op.stage or 0)[op.step or 0].name}"
         if op.kind.part is Part.INPUT:
@@ -191,7 +191,7 @@ class Ledger:
         words = self._words(op)
         if op.kind in TRANSFERS:
             return label.startswith(words)
-        return label.endswith(words) if op.kind.part is Part.BUCKET else label == words
+        return label.endswith(words) if op.kind.part in (Part.BUCKET, Part.GRAD) else label == words
 
     def _check_done(self) -> None:
         self._next_slice(self._left.get(A2A, deque()))

@@ -115,6 +115,8 @@ class MemoryTable:
         rows.append(("peak so far", peak(self.optim.buckets.buckets[0].params.device)))
         if self.optim.host is not None:
             rows.append(("state in the host's memory", self.optim.host.num_bytes))
+        if self.optim.grads is not None:
+            rows.append(("gradients in the host's memory", self.optim.grads.num_bytes))
         if self.inputs is not None:
             rows.append(("inputs of layers in the host's memory", self.inputs.num_bytes))
         width = max(len(name) for name, _ in rows)

@@ -80,6 +80,15 @@ class Readable(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
 
+class TravellingGrads(Protocol):
+    """Gradients that are elsewhere until their updates (`train/optim/host_grads`)."""
+
+    num_bytes: int
+
+    def arrived(self, number: int, /) -> None: ...
+    def updated(self, number: int, /) -> None: ...
+
+
 class AdamW:
     def __init__(
         self, buckets: Buckets, config: OptimConfig, seed: int = 0, host: HostStates | None = None
@@ -91,6 +100,8 @@ class AdamW:
         """What is to be said of the state that was loaded."""
         self.deferred: DeferredUpdates | None = None
         """Updates wait for the next step's forward."""
+        self.grads: TravellingGrads | None = None
+        """Where gradients lie until then, if not on the device."""
         make = ShardState.of if host is None else host.take
         self._states = [make(bucket, config) for bucket in buckets]
 
@@ -141,6 +152,8 @@ class AdamW:
     def update_bucket(self, number: int, grad: torch.Tensor, lr: float, factor: torch.Tensor) -> None:
         """One bucket's part of the update that `updates` counts; they come in their order."""
         bucket, state, config = self.buckets.buckets[number], self._states[number], self.config
+        if self.grads is not None:
+            self.grads.arrived(number)
         if self.host is not None:
             state = self.host.arrived(bucket) or state
         if grad.numel():
@@ -161,6 +174,8 @@ class AdamW:
             adam(state.weight, state.adam_m, state.adam_v, grad, factor, step, rounded, chance)
             if isinstance(state.weight, LowBits) and rounded is not None:
                 bucket.store(rounded)
+        if self.grads is not None:
+            self.grads.updated(number)
         if self.host is not None:
             self.host.updated(bucket)
 

@@ -16,9 +16,9 @@ are in buckets of their own, which are saved, read and sent out like others and 
 Buckets are reduced in one fixed order on all ranks, from the last layer to the first, each as soon as
 backward has filled it. Which parameters go into which bucket is told by `train/optim/bucket_contents`.
 
-Where each layer is updated as soon as its gradients are there, and they come once a step, layers may share
-memory for them (`shared_grads`): two buffers that they take in turn. A gradient that comes before the one
-that lay there was used raises.
+Where gradients come once a step, layers may share memory for them (`turns`): some buffers that they take in
+turn, if each layer is updated as soon as its gradients are there, or these leave for the host
+(`train/optim/host_grads`). A gradient that comes before the one that lay there was used raises.
 """
 
 from __future__ import annotations
@@ -172,16 +172,17 @@ MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
 class SharedGrads:
     """Memory for gradients that the buckets of different layers take in turn; those of one never share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
         self._made: dict[tuple[object, ...], list[Bucket]] = {}
         self._here: tuple[str, list[tuple[object, ...]]] = ("", [])
 
     def of(self, content: Content) -> tuple[torch.Tensor | None, Bucket | None]:
         """(memory that is there already, whose gradients lie in it before), or nothing."""
         earlier = self._made.get(self._key(content.layer, content.bounds[-1], content.parameters[0]), [])
-        if len(earlier) < TURNS or not content.parameters[0].requires_grad:
+        if len(earlier) < self._turns or not content.parameters[0].requires_grad:
             return None, None
-        return earlier[-TURNS].grads, earlier[-TURNS]
+        return earlier[-self._turns].grads, earlier[-self._turns]
 
     def took(self, bucket: Bucket) -> None:
         if not bucket.frozen and bucket.layer_name.startswith("layers."):
@@ -212,16 +213,19 @@ class Buckets:
         lr_factor: Callable[[str], float] = lambda _: 1.0,
         blocks: bool = False,
         by_layer: bool = False,
-        shared_grads: bool = False,
+        turns: int = 0,
+        grads_leave: bool = False,
     ) -> None:
         """`peer`: small buckets are reduced through peer memory, where that applies.
 
         `make_expert_bucket` makes the buckets of experts that move or have replicas, `lr_factor` tells by
         name how fast a parameter learns. `blocks`: shards are cut between blocks (`ops/eight_bits`).
-        `by_layer`: buckets end with layers; `shared_grads`: which share memory for gradients, then.
+        `by_layer`: buckets end with layers; `turns`: which share so many buffers for gradients then, 0: none;
+        `grads_leave`: these are on the host before others take their place.
         """
+        self.grads_leave = grads_leave
         made: list[Bucket] = []
-        memory = SharedGrads() if shared_grads else None
+        memory = SharedGrads(turns) if turns else None
         for content in contents(model, mesh, bucket_mb, make_expert_bucket, lr_factor, blocks, by_layer):
             if isinstance(content, Bucket):
                 made.append(content)
@@ -283,7 +287,7 @@ class Buckets:
             if self._armed and len(other.missing) < len(other.sums):
                 raise ScheduleError(
                     f"a gradient of {other.name} came before {bucket.layer_name} was updated, whose memory "
-                    "it takes; set optim.clip = 'global'"
+                    "it takes; set optim.clip = 'global' and memory.main_grad = 'device'"
                 )
         for state in bucket.sums:
             if state.empty:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Optimizer state and activations in the host's memory (docs/host-memory.md)."""
+    """Optimizer state, gradients and activations in the host's memory (docs/host-memory.md)."""
 
     place: Literal["device", "host", "auto"] = "device"
     """Where moments and master weights lie; auto: on the host as much as does not fit the device."""
@@ -33,6 +33,8 @@ class MemoryConfig:
     activations: Literal["auto", "device", "host"] = "auto"
     """Where inputs of layers that are recomputed whole lie until then; auto: on the host where place = "auto"
     finds that a step fits no other way."""
+    main_grad: Literal["device", "host"] = "device"
+    """Where gradients wait for the norm of all and for their updates under the next forward."""
     buffers: int = 3
     """Where state visits the device for its update, there is room for so many large buckets, or layers; and
     for so many inputs of layers on either way."""
@@ -78,6 +80,8 @@ def travel_problems(
         )
     if memory.travels and memory.states == "master" and optim.master == "none":
         yield "memory.states = 'master' needs master weights, and optim.master is 'none'; choose 'moments'"
+    if memory.main_grad == "host":
+        yield from gradient_problems(optim, still)
     if optim.clip == "layer" and not still:
         yield (
             "optim.clip = 'layer' needs experts that stay where they are; set placement.planner = 'static' "
@@ -85,6 +89,26 @@ def travel_problems(
         )
     if optim.clip == "layer" and not optim.clip_norm:
         yield "optim.clip = 'layer' needs optim.clip_norm: a bound on the norm of each layer"
+
+
+def gradient_problems(optim: OptimConfig, still: bool) -> Iterator[str]:
+    """Why gradients cannot lie on the host; `still`: experts stay where they are."""
+    told = "memory.main_grad = 'host'"
+    if optim.clip != "global":
+        yield (
+            f"{told} needs optim.clip = 'global', not {optim.clip!r}: by layers gradients are read as soon "
+            "as they are there"
+        )
+    if optim.accumulate > 1:
+        yield (
+            f"{told} needs optim.accumulate = 1, not {optim.accumulate}: gradients of microbatches add up "
+            "where they are"
+        )
+    if not still:
+        yield (
+            f"{told} needs experts that stay where they are; set placement.planner = 'static' and leave "
+            "placement.slots out"
+        )
 
 
 def activation_problems(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[str]:

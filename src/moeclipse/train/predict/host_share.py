@@ -41,10 +41,10 @@ from moeclipse.train.predict.run_step import RunStep, StepPrices
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import (
     by_layers,
+    grads_take_turns,
     input_buffers,
     input_bytes,
     leaving_inputs,
-    one_layer_at_a_time,
 )
 from moeclipse.train.predict.step_sizes import cluster_costs, step_work
 from moeclipse.train.step.dtype import choose_dtype
@@ -180,8 +180,8 @@ def state_and_rest(
     """Bytes on a rank at its peak: (optimizer state, all else). `fused`: our kernels compute the experts."""
     dp, ep, tp = axes
     sizes = _sizes(config)
-    by_layer = one_layer_at_a_time(config, dp * ep * tp, 1)
-    sharing = Sharing(dp=dp, ep=ep, tp=tp, fused=fused, by_layer=by_layer)
+    turns = grads_take_turns(config, dp * ep * tp, 1)
+    sharing = Sharing(dp=dp, ep=ep, tp=tp, fused=fused, by_layer=turns > 0, at_once=turns)
     layers, tables = range(config.model.num_layers), (True, not config.model.tie_embeddings)
     parameters = sharing.held(sizes, layers, tables)
     grad = summed_type(config.optim.main_grad, dtype).itemsize

@@ -50,6 +50,11 @@ def config_for(
         raise ConfigError(
             "model.memory cannot be planned: keys behind the segment are not counted; set it to 0"
         )
+    if config.memory.main_grad == "host":
+        raise ConfigError(
+            "memory.main_grad = 'host' cannot be planned: the way of gradients is counted by "
+            "`moeclipse simulate` alone; leave it out"
+        )
     if on_cpu:
         return with_values(config, {"model.dtype": "float32"})
     if config.model.dtype in ("float32", "float64"):

@@ -20,6 +20,7 @@ from moeclipse.cost.step_bytes import Sharing, StateBytes, standing
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out, make_program
 from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.grad_travel import turns_of
 from moeclipse.schedule.kinds import COMPUTE
 from moeclipse.schedule.launch import BucketShape, StepShape
 from moeclipse.schedule.op import Program
@@ -30,6 +31,7 @@ from moeclipse.sim.engine import Simulation, simulate
 from moeclipse.sim.measure import summarise
 from moeclipse.sim.step_costs import GRADIENT_BYTES
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.buckets import summed_type
 from moeclipse.train.optim.memory_config import activation_problems
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import (
@@ -231,6 +233,13 @@ class RunStep:
         given = memory.share if memory.place == "host" else 0.0
         share = given if self.host_share is None else self.host_share
         each = each_element(self.config.optim, memory.states, HELD.get(width, torch.float32))
+        at_home = [bucket.name.partition(".") for bucket in buckets]
+        keys = [
+            (axis, b.num_bytes) if axis else None for (_, _, axis), b in zip(at_home, buckets, strict=True)
+        ]
+        leave = memory.main_grad == "host"
+        turns = turns_of(keys, memory.buffers) if leave else [-1] * len(buckets)
+        grad = summed_type(self.config.optim.main_grad, HELD.get(width, torch.float32)).itemsize
         names = spread([(bucket.name, bucket.num_bytes) for bucket in buckets], share) if each else ()
         return tuple(
             bucket._replace(
@@ -238,8 +247,10 @@ class RunStep:
                 host_bytes=each * bucket.num_bytes / GRADIENT_BYTES / step.size_of(bucket.axis)
                 if bucket.name in names
                 else 0.0,
+                turn=turn,
+                grad_bytes=grad * bucket.num_bytes / GRADIENT_BYTES,
             )
-            for bucket in buckets
+            for bucket, turn in zip(buckets, turns, strict=True)
         )
 
 

@@ -25,7 +25,7 @@ from moeclipse.schedule.launch import BucketShape, StepShape
 from moeclipse.schedule.op import Program
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.optim.buckets import Buckets
+from moeclipse.train.optim.buckets import TURNS, Buckets
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.placement.may_move import as_far_as_it_goes
 from moeclipse.train.predict.model_sizes import first_trained
@@ -82,12 +82,13 @@ def updates_in_backward(config: TrainConfig, num_ranks: int, pp: int) -> bool:
 def updates_in_next_forward(config: TrainConfig, num_ranks: int, pp: int) -> bool:
     """Whether state that travels does so under the next step's forward (`train/optim/deferred`)."""
     alone = num_ranks == 1 and not config.runs_program(pp, num_ranks)
-    return config.memory.travels and config.optim.clip == "global" and alone
+    travels = config.memory.travels or config.memory.main_grad == "host"
+    return travels and config.optim.clip == "global" and alone
 
 
 def when_updated(step: StepShape, config: TrainConfig, num_ranks: int, pp: int) -> StepShape:
     """The step with its buckets, and where the updates of these stand."""
-    travels = any(bucket.host_bytes for mine in step.buckets for bucket in mine)
+    travels = any(bucket.host_bytes or bucket.turn >= 0 for mine in step.buckets for bucket in mine)
     return replace(
         step,
         by_layer=updates_in_backward(config, num_ranks, pp),
@@ -111,6 +112,13 @@ def one_layer_at_a_time(config: TrainConfig, num_ranks: int, pp: int) -> bool:
     """Whether gradients of a layer are complete and used before those of the next begin."""
     once = config.optim.accumulate == 1 or by_layers(config)
     return once and updates_in_backward(config, num_ranks, pp)
+
+
+def grads_take_turns(config: TrainConfig, num_ranks: int, pp: int) -> int:
+    """Buffers that layers share for gradients; 0: each has its own."""
+    if config.memory.main_grad == "host":
+        return config.memory.buffers
+    return TURNS if one_layer_at_a_time(config, num_ranks, pp) else 0
 
 
 def shapes_of_run(
@@ -226,7 +234,9 @@ def bucket_shapes(
         places = sorted({at for name in names for at in _filled_by(name, layout, place, tied)})
         both = tied and apart and EMBEDDING in names
         size = bucket.grads.numel() * bucket.grads.itemsize
-        rest = (both, float(size), bucket.host_bytes, bucket.layer_name)
+        before = bucket.waits_for if buckets.grads_leave else None
+        turn = -1 if before is None else buckets.buckets.index(before)
+        rest = (both, float(size), bucket.host_bytes, bucket.layer_name, turn, float(size))
         found.append(BucketShape(bucket.name, bucket.group.name, tuple(places), *rest))
     return found
 

@@ -214,6 +214,8 @@ def obstacle(config: TrainConfig, mesh: Mesh, model: nn.Module) -> str:
         return "only NCCL's transfers, and ours, can be captured"
     if config.memory.activations == "host":
         return "inputs of layers travel to the host and back"
+    if config.memory.main_grad == "host":
+        return "gradients travel to the host and back"
     if config.optim.clip == "layer":
         return "layers are updated while backward goes on"
     if config.data.source or config.data.documents == "packed" or config.data.kind == "chat":

@@ -41,6 +41,7 @@ from moeclipse.train.observe.step_times import StepTimes
 from moeclipse.train.optim.adamw import learning_rate
 from moeclipse.train.optim.buckets import Buckets
 from moeclipse.train.optim.deferred import DeferredUpdates
+from moeclipse.train.optim.host_grads import HostGrads, host_grads_of
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.optim.state_place import optimizer_of
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
@@ -49,8 +50,8 @@ from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.predict.host_share import share_for
 from moeclipse.train.predict.step_program import (
     first_layers,
+    grads_take_turns,
     ledger_of,
-    one_layer_at_a_time,
     one_stage,
     step_program,
     updates_in_backward,
@@ -71,6 +72,9 @@ from moeclipse.train.step.sequential import OneByOne
 
 class Learner(CheckpointedState):
     """Model, data and optimizer of one rank."""
+
+    grads: HostGrads | None = None
+    """Where gradients lie until the next forward, if not on the device."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         config, self.experts_do = as_far_as_it_goes(config, expert_group(mesh, config.moe).size)
@@ -163,11 +167,20 @@ class Learner(CheckpointedState):
 
     def _follow_program(self, later: bool) -> None:
         """State on the host travels as the program says; `later`: for updates under the next forward."""
-        if self.optim.host is None:
+        leave = self.config.memory.main_grad == "host"
+        if leave and not later:
+            raise ConfigError(
+                f"memory.main_grad = 'host' needs one rank, not {self.mesh.num_ranks}; set it to 'device'"
+            )
+        if self.optim.host is None and not leave:
             return
-        program = self.program().program
-        self.optim.host.follow(program.ranks[self.mesh.pp_index], self.buckets.buckets)
+        ops = (program := self.program().program).ranks[self.mesh.pp_index]
+        if self.optim.host is not None:
+            self.optim.host.follow(ops, self.buckets.buckets)
         if later:
+            if leave:
+                given = (self.config, self.mesh, self.optim, self.model, ops, self.inputs)
+                self.grads = self.optim.grads = host_grads_of(*given)
             self.optim.deferred = DeferredUpdates(self.optim, first_layers(program))
             self.optim.deferred.watch(self.model)
             if self.one_by_one.graphs is not None:
@@ -184,8 +197,9 @@ class Learner(CheckpointedState):
             optim.main_grad,
             self.groups.lr_factor,
             blocks=optim.state == "8bit",
-            by_layer=optim.clip == "layer",
-            shared_grads=one_layer_at_a_time(self.config, self.mesh.num_ranks, self.mesh.pp),
+            by_layer=optim.clip == "layer" or self.config.memory.main_grad == "host",
+            turns=grads_take_turns(self.config, self.mesh.num_ranks, self.mesh.pp),
+            grads_leave=self.config.memory.main_grad == "host",
         )
 
     @property
@@ -316,11 +330,14 @@ class Learner(CheckpointedState):
         """
         mesh, what, by_layer = self.mesh, "exchange of step results", self.by_layer
         updated = by_layer is not None and by_layer.in_backward
-        shards = [] if updated else [bucket.reduced() for bucket in self.buckets]
+        if self.grads is not None:
+            shards = self.grads.shards
+        else:
+            shards = [] if updated else [bucket.reduced() for bucket in self.buckets]
         with mesh.recorder.apart("integrity"):
             corrupted = [] if updated else self.integrity.look(step)
         squares_L = torch.empty(0, device=mesh.device) if by_layer is None else by_layer.squares(shards)
-        squares = self.optim.sum_of_squares(shards) if by_layer is None else squares_L.sum()
+        squares = squares_L.sum() if by_layer else (self.grads or self.optim).sum_of_squares(shards)
         told = [squares.new_full((), n) for n in (bool(corrupted), self.integrity.signal(self.signals()))]
         mine = torch.cat([torch.stack([*sums.values(), squares, *told]), self._loss_of_source, squares_L])
         results = gather(mesh.grads, mesh.world, mine, what).get()
@@ -368,7 +385,7 @@ class Learner(CheckpointedState):
 
         Raises Accident where it did not go wrong again and another try is left.
         """
-        if self.bad.count or self.by_layer or (self.loss_scale.dynamic and math.isfinite(loss)):
+        if self.bad.count or self.by_layer or self.grads or (self.loss_scale.dynamic and math.isfinite(loss)):
             return []
         with self.graphs.watched() if self.graphs is not None else nullcontext():
             again = partial(self.backward, step)
