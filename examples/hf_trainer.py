@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ import moeclipse.hf
 VOCAB, LENGTH, BATCH = 32, 16, 8
 
 
-def samples(count: int) -> list[dict[str, list[int]]]:
-    """Numbers that go on from a random first one."""
+def samples(count: int) -> Any:
+    """Numbers that go on from a random first one, in a list, which a Trainer takes for a dataset."""
     firsts = torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [[(first + place) % VOCAB for place in range(LENGTH)] for first in firsts]
     return [{"input_ids": row, "labels": row} for row in rows]

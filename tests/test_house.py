@@ -51,7 +51,7 @@ from house import OF_PYTHON, private_torch_names
                 "comm/a.py": 8 * "def f(x: list[Any]) -> None: ...\ndef g(x: Any): ...\n",
                 "cost/a.py": "def f() -> Any: ...",
             },
-            ["comm/: 16 signatures have Any in them; UNTYPED says 7, and only falls"],
+            ["comm/: 16 signatures have Any in them; UNTYPED says 4, and only falls"],
         ),
         (
             "circles",

@@ -80,7 +80,7 @@ def load_policy(text: str) -> Policy:
             module = importlib.import_module(where)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"placement.policy: {where} cannot be loaded ({error!r})") from error
-    found = getattr(module, name, None)
+    found: Policy | None = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(f"placement.policy: {where} has no function {name}")
     return guarded(found, text)

@@ -92,7 +92,8 @@ def spilled(split: Split, placement: Placement, costs: ShadowCosts, level: float
         for expert in np.argsort(-share_PE[rank], kind="stable").tolist():
             if excess < least or share_PE[rank, expert] < least:
                 break
-            excess -= _pour(expert, min(excess, share_PE[rank, expert]), room_P, placement, given, least)
+            most = float(min(excess, share_PE[rank, expert]))
+            excess -= _pour(expert, most, room_P, placement, given, least)
     return tuple((expert, tuple(sorted(given[expert]))) for expert in sorted(given))
 
 

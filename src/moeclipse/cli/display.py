@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from moeclipse.cli.plot import average_to, plot_lines
 from moeclipse.cli.terminal import terminal
 from moeclipse.core.program import command
 from moeclipse.core.steps import nth, nth_window
+from moeclipse.train.observe.run_figures import RunInfo, RunSummary, StepRecord
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
@@ -78,14 +79,15 @@ class Display:
             self.console.file.flush()
             self.in_phase = False
 
-    def start(self, info: dict[str, Any]) -> None:
+    def start(self, info: RunInfo) -> None:
         self._end_phase()
         self.steps, self.first_step = int(info.get("steps", 0)), int(info.get("start_step", 0))
         self.begun = time.monotonic()
         self.experts_vary = bool(info.get("experts_vary"))
         ranks = int(info.get("num_ranks", 1))
         dot = "·" if self.unicode else "|"
-        more = "".join(f" x {axis} {info[axis]}" for axis in ("tp", "pp") if info.get(axis, 1) > 1)
+        axes = (("tp", info.get("tp", 1)), ("pp", info.get("pp", 1)))
+        more = "".join(f" x {axis} {size}" for axis, size in axes if size > 1)
         layout = f"{count(ranks, 'rank')} (dp {info.get('dp', 1)} x ep {info.get('ep', 1)}{more})"
         place = f"{info.get('device', '?')} {str(info.get('dtype', '')).removeprefix('torch.')}"
         name = str(info.get("name", "run"))
@@ -125,7 +127,7 @@ class Display:
         lines = plot_lines(self.losses, width, PLOT_HEIGHT, self.unicode, total)
         return [Text(line, style="cyan") for line in lines]
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         done, loss = nth(int(record.get("step", 0))), float(record.get("loss", math.nan))
         self.losses.append(loss)
         if "eval_loss" in record:
@@ -142,7 +144,7 @@ class Display:
         if done == self.first_step + 1 or done % every == 0 or done == self.steps:
             self._plain_step(done, loss, record)
 
-    def _plain_step(self, done: int, loss: float, record: dict[str, Any]) -> None:
+    def _plain_step(self, done: int, loss: float, record: StepRecord) -> None:
         left = (time.monotonic() - self.begun) / max(done - self.first_step, 1) * (self.steps - done)
         width = len(str(self.steps))
         speed = short(record.get("tokens_per_s"))
@@ -152,7 +154,7 @@ class Display:
             f"{self._experts(record, 'experts {:.2f}  ')}{speed} tokens/s  left {clock(left)}"
         )
 
-    def _experts(self, record: dict[str, Any], text: str) -> str:
+    def _experts(self, record: StepRecord, text: str) -> str:
         """Experts per token, where tokens choose how many they visit."""
         mean = record.get("mean_experts")
         return text.format(mean) if self.experts_vary and mean is not None else ""
@@ -168,7 +170,7 @@ class Display:
             self.progress.stop()
             self.progress = None
 
-    def end(self, summary: dict[str, Any]) -> None:
+    def end(self, summary: RunSummary) -> None:
         drawn = self.plot() if self.live else []
         self.close()
         for line in drawn:
@@ -200,7 +202,7 @@ def has_room(console: Console) -> bool:
 # --- the summary -----------------------------------------------------------------------------------------
 
 
-def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tuple[str, list[Text]]]:
+def summary_lines(summary: Mapping[str, Any], width: int, unicode: bool) -> list[tuple[str, list[Text]]]:
     """(label, lines) of the summary, each line at most `width - LABEL_WIDTH` wide where it can be."""
     room = max(min(width, 100) - LABEL_WIDTH, 20)
     arrow = "→" if unicode else "->"
@@ -245,7 +247,7 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
     return lines
 
 
-def sample_lines(sample: dict[str, Any], room: int, unicode: bool) -> list[Text]:
+def sample_lines(sample: Mapping[str, Any], room: int, unicode: bool) -> list[Text]:
     """What the model wrote, each on one line behind the words it went on from; or why it wrote nothing."""
     if sample.get("why"):
         return [Text(f"nothing: {sample['why']}")]
@@ -264,7 +266,7 @@ def one_line(text: str, unicode: bool) -> str:
     return seen if unicode else seen.encode("ascii", "replace").decode()
 
 
-def hidden_text(summary: dict[str, Any]) -> str:
+def hidden_text(summary: Mapping[str, Any]) -> str:
     """A percentage never stands without its milliseconds and its window."""
     total, hidden = summary.get("comm_ms") or 0.0, summary.get("hidden_ms") or 0.0
     window = f", {nth_window(summary['window'])}" if summary.get("window") else ""
@@ -275,7 +277,7 @@ def hidden_text(summary: dict[str, Any]) -> str:
     return f"{hidden:.1f} of {total:.1f} ms communication per step ({percent:.0f} %){window}"
 
 
-def step_bar(summary: dict[str, Any], room: int, unicode: bool) -> list[Text]:
+def step_bar(summary: Mapping[str, Any], room: int, unicode: bool) -> list[Text]:
     """One step as a stacked bar, and its legend."""
     times = [max(float(summary.get(key) or 0.0), 0.0) for key, *_ in PARTS]
     total = sum(times)
@@ -376,7 +378,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def ranks_text(summary: dict[str, Any]) -> str:
+def ranks_text(summary: Mapping[str, Any]) -> str:
     """How even the ranks were, and what was done about it; what that cost and won stands below."""
     text = f"at {summary['balance']:.2f}: rows of the mean rank over those of the fullest"
     placed = summary.get("placement") or {}

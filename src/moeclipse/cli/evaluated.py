@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
 
 
-def eval_text(told: dict[str, Any]) -> str:
+def eval_text(told: Mapping[str, Any]) -> str:
     """Loss and perplexity on text that is held out; of each source where there are several."""
     text = f"held out: loss {told['eval_loss']:.4f}, perplexity {told['eval_perplexity']:.4g}"
     parts = told.get("eval_sources") or {}
@@ -15,7 +16,7 @@ def eval_text(told: dict[str, Any]) -> str:
     return f"{text} ({each})" if each else text
 
 
-def eval_lines(summary: dict[str, Any]) -> list[tuple[str, list[Text]]]:
+def eval_lines(summary: Mapping[str, Any]) -> list[tuple[str, list[Text]]]:
     if summary.get("eval_loss") is None:
         return []
     lines = [Text(eval_text(summary))]

@@ -71,6 +71,7 @@ def nccl(answer: Answer | None) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
     import torch
+    import torch.cuda.nccl
     import torch.distributed as dist
 
     if not dist.is_available():

@@ -23,6 +23,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from moeclipse.cli.display import make_observer
 from moeclipse.cli.failures import (
@@ -262,7 +263,7 @@ def _run_agent(
     try:
         with passing_on(end) as asked, ending_frozen_ranks(lambda: bool(read_failures(files.newest))):
             files.asked = asked
-            failed = agent.run().is_failed()
+            failed = cast(Any, agent.run()).is_failed()  # torch's decorator hides its type
         written = read_failures(files.newest)
         if not failed:
             return show_farewell(written, asked())

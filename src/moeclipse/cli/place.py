@@ -85,10 +85,10 @@ class PlaceConfig:
 class FullConfig(PlaceConfig):
     """With all that was left out."""
 
-    ranks: int
-    slots: int
-    nodes: int
-    every: int
+    ranks: int = 0
+    slots: int = 0
+    nodes: int = 0
+    every: int = 0
 
 
 def options_of(words: list[str]) -> PlaceConfig:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -188,7 +189,9 @@ class Agent(LocalElasticAgent):
         self._files, self._seats = files, seats
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        # A decorator of torch hides what it takes.
+        monitor = cast(Callable[[WorkerGroup], RunResult], super()._monitor_workers)
+        result = monitor(worker_group)
         if result.is_failed():
             self._files.codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         if self._seats is None or self._files.asked():

@@ -46,7 +46,9 @@ OF_A_RUN = {
     "split": "is no choice: a run cuts whole samples",
 }
 """Options that the configuration itself has the word for."""
-OF_LAYERS = dict.fromkeys(("layers", "overlap", "chunks", "split", "recompute"), "speaks of layers")
+OF_LAYERS: dict[str, str] = dict.fromkeys(
+    ("layers", "overlap", "chunks", "split", "recompute"), "speaks of layers"
+)
 LONG_GRID = 60
 
 
@@ -182,7 +184,7 @@ def refuse_idle(config: SimulateConfig, source: Path | None) -> None:
             "it goes with RUN or --config; here --costs say what ops take",
         )
         return
-    of_actions = dict.fromkeys(("from_csv", "csv", "grid"), "speaks of whole actions")
+    of_actions: dict[str, str] = dict.fromkeys(("from_csv", "csv", "grid"), "speaks of whole actions")
     _refuse(config, of_actions, "a run is simulated in layers")
     _refuse(config, OF_A_RUN, "it does not go with the step of a run")
     if config.costs is not None:

@@ -76,7 +76,7 @@ class Watch:
     def first_cause(self) -> Cause | None:
         try:
             found = self.hear(FIRST)
-            return None if found is None else Cause(**found)
+            return Cause(**found) if isinstance(found, dict) else None
         except RuntimeError:
             return None
 
@@ -186,7 +186,7 @@ class Watch:
         if self.store is not None:
             self.store.set(key, self._signed(key, value))
 
-    def hear(self, key: str) -> Any:
+    def hear(self, key: str) -> object:
         """What a rank said; None where none did."""
         if self.store is None or not self.store.check([key]):
             return None
@@ -203,9 +203,17 @@ class Watch:
     def alarmed(self) -> bool:
         return self.hear("alarm") is not None
 
-    def _waits(self, label: str, ranks: Sequence[int], **more: Any) -> Stand:
+    def _waits(self, label: str, ranks: Sequence[int], lane: str = "", since_s: float = 0.0) -> Stand:
         host = socket.gethostname()
-        return Stand(waits=True, op=label, ranks=tuple(ranks), host=host, address=self.address, **more)
+        return Stand(
+            waits=True,
+            op=label,
+            ranks=tuple(ranks),
+            host=host,
+            address=self.address,
+            lane=lane,
+            since_s=since_s,
+        )
 
     def sign(self, stand: Stand) -> None:
         """Tell the others where this rank stands."""
@@ -220,6 +228,6 @@ class Watch:
         with suppress(RuntimeError):
             for rank in ranks:
                 found = self.hear(f"waiting/{rank}")
-                if found is not None:
+                if isinstance(found, dict):
                     places[rank] = Stand.read(found)
         return places

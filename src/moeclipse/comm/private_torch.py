@@ -11,10 +11,13 @@ torch._C._distributed_c10d._detect_dma_connectivity
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _SymmetricMemory
 
 
 def default_store() -> dist.Store:
@@ -28,8 +31,8 @@ def symmetric_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
     return _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def symmetric_rendezvous(own: torch.Tensor, handle: dist.ProcessGroup) -> Any:
-    """Collective; has `get_buffer(rank, sizes, dtype)`."""
+def symmetric_rendezvous(own: torch.Tensor, handle: dist.ProcessGroup) -> _SymmetricMemory:
+    """Collective."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.rendezvous(own, handle)

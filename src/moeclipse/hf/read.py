@@ -187,7 +187,7 @@ def type_problems(theirs: Mapping[str, Any], before: str = "") -> Iterator[str]:
             yield f"{name} must be a name, not {shown(value)}"
         elif key in TABLES and not isinstance(value, Mapping):
             yield f"{name} must be a table, not {shown(value)}"
-        elif key in TABLES or (before and isinstance(value, Mapping)):
+        elif isinstance(value, Mapping) and (key in TABLES or before):
             yield from type_problems(value, f"{name}.")
         elif key in LISTS and not (isinstance(value, list) and all(type(one) is LISTS[key] for one in value)):
             yield f"{name} must be a list of {LISTS[key].__name__}, not {shown(value)}"

@@ -49,7 +49,7 @@ class LogicalTensor:
 
     @property
     def rows(self) -> int:
-        return prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
+        return prod(self.shape[:-1] or self.shape)
 
     @property
     def width(self) -> int:
@@ -58,7 +58,7 @@ class LogicalTensor:
 
 
 def whole(key: str, *shape: int) -> LogicalTensor:
-    rows = prod(shape[:-1]) if len(shape) > 1 else shape[0]
+    rows = prod(shape[:-1] or shape)
     return LogicalTensor(shape=shape, parts=(RowRange(key=key, shape=shape, rows=rows),))
 
 

@@ -16,9 +16,9 @@ Contract. All ranks share out models with the same weights, and call them equall
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -184,8 +184,8 @@ class ForeignLayer(MoE):
     ) -> torch.Tensor:
         """Their rows to the experts that they chose, and the weighted sums back, in the type of x."""
         if torch.compiler.is_compiling():
-            outside: torch.Tensor = torch.compiler.disable(self.exchange_rows)(x_TD, ids_TK, scores_TK)
-            return outside
+            outside = cast(Callable[..., torch.Tensor], torch.compiler.disable(self.exchange_rows))
+            return outside(x_TD, ids_TK, scores_TK)
         if (now := wrapping(self.module)) != self._wrapping:
             refuse_wrong_wrap(self.module)
             self._wrapping = now

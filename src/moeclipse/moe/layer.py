@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -290,7 +290,7 @@ class MoE(nn.Module):
         experts, traced = self.experts, self.mesh.num_ranks == 1 and self.gate.compiles
         traced = traced and not self.config.score_input and not getattr(experts, "frozen", False)
         if not (traced and isinstance(x, torch.Tensor) and isinstance(experts, Experts)):
-            eager: Callable[[Inputs], torch.Tensor] = torch.compiler.disable(self._eager)
+            eager = cast(Callable[[Inputs], torch.Tensor], torch.compiler.disable(self._eager))
             return eager(x)
         tokens = Tokens(mesh=self.mesh, first=0, total=len(x), group=self.mesh.stage)
         routing = self.gate(x, tokens)

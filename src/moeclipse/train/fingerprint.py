@@ -20,17 +20,17 @@ from moeclipse.moe.config import SHAPE_KEYS, STYLE_KEYS, MoEConfig
 from moeclipse.train.config import TrainConfig
 
 
-def fingerprint_of(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
+def fingerprint_of(config: TrainConfig, dtype: torch.dtype) -> dict[str, dict[str, object]]:
     """Of a model: what a checkpoint must have in common with a run that continues it."""
-    model = asdict(config.model) | {"dtype": str(dtype).removeprefix("torch.")}
+    model: dict[str, object] = {**asdict(config.model), "dtype": str(dtype).removeprefix("torch.")}
     del model["from_hf"]  # where weights came from, not what they are
     # How experts are placed and rows exchanged is the layout's business.
-    moe = {name: getattr(config.moe, name) for name in SHAPE_KEYS}
+    moe: dict[str, object] = {name: getattr(config.moe, name) for name in SHAPE_KEYS}
     usual = MoEConfig()
     moe |= {
         name: value for name in STYLE_KEYS if (value := getattr(config.moe, name)) != getattr(usual, name)
     }
-    gate: dict[str, str] = {"kind": config.gate.kind}
+    gate: dict[str, object] = {"kind": config.gate.kind}
     if config.gate.choose != "top_k":
         held = " with gate.mean_experts" if config.gate.mean_experts else ""
         gate["choose"] = f"{config.gate.choose}{held}"
@@ -39,12 +39,13 @@ def fingerprint_of(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
     return {"model": model, "moe": moe, "gate": gate, **config.lora.fingerprint()}
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: Mapping[str, object]) -> dict[str, object]:
     """`value` as it comes back from a JSON file: tuples become lists, keys become strings."""
-    return json.loads(json.dumps(value))
+    found: dict[str, object] = json.loads(json.dumps(value))
+    return found
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """(dotted name, leaf) of every leaf; an empty mapping is a leaf of its own."""
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix else str(key)
@@ -54,7 +55,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield name, value
 
 
-def in_present_terms(stored: Mapping[str, Any], expected: Mapping[str, Any], usual: Any) -> dict[str, Any]:
+def in_present_terms(
+    stored: Mapping[str, Any], expected: Mapping[str, object], usual: object
+) -> dict[str, Any]:
     """A stored fingerprint as the present version would have written it.
 
     Renamed keys get their present names. A key that came later stands in `expected` alone; what was before
@@ -69,7 +72,7 @@ def in_present_terms(stored: Mapping[str, Any], expected: Mapping[str, Any], usu
     return found
 
 
-def differences(found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(found: Mapping[str, object], expected: Mapping[str, object], prefix: str = "") -> list[str]:
     """One line per field that differs: `model.d_model is 128 in the checkpoint, 256 in this run`."""
     old = dict(flatten(as_json(found), prefix))
     new = dict(flatten(as_json(expected), prefix))

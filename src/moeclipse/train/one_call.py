@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from moeclipse.core.config import ConfigLayer, Sourced, keys_of, unknown_key
 from moeclipse.core.errors import ConfigError
 from moeclipse.hf.config_file import HUB, is_model_folder
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.observe.run_figures import RunSummary
 from moeclipse.train.presets import merge, preset_names
 
 
 def train(
-    source: TrainConfig | str | Path = "", /, *, resume: str = "off", **sections: Mapping[str, Any]
-) -> dict[str, Any]:
+    source: TrainConfig | str | Path = "", /, *, resume: str = "off", **sections: Mapping[str, object]
+) -> RunSummary:
     """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path.
 
     `source`: a configuration, the name of a preset, a TOML file or a Hugging Face folder; left out: the

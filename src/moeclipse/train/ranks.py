@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypedDict, TypeVar
 
 from moeclipse.comm.mesh import Mesh
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -20,7 +22,7 @@ class Ranks(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
-    def gather_objects(self, obj: Any, /) -> list[Any]:
+    def gather_objects(self, obj: T, /) -> list[T]:
         """Every rank's JSON-able object, in rank order, on every rank."""
         ...
 
@@ -40,7 +42,7 @@ class PatientRanks:
     def num_ranks(self) -> int:
         return self.mesh.num_ranks
 
-    def gather_objects(self, obj: Any, /) -> list[Any]:
+    def gather_objects(self, obj: T, /) -> list[T]:
         return self.mesh.gather_objects(obj, self.patience_s)
 
 
@@ -50,7 +52,7 @@ class OneRank:
     rank = 0
     num_ranks = 1
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: T) -> list[T]:
         return [obj]
 
 
@@ -58,12 +60,19 @@ class RanksFailed(Exception):
     """Some ranks could not do their part; the same text on every rank."""
 
 
-def together(ranks: Ranks, work: Callable[[], Any], words: Callable[[Exception], str] = str) -> list[Any]:
+class Attempt(TypedDict, Generic[T], total=False):
+    """What came of one rank's part: one of both."""
+
+    result: T
+    problem: str
+
+
+def together(ranks: Ranks, work: Callable[[], T], words: Callable[[Exception], str] = str) -> list[T]:
     """The JSON-able results of `work` on all ranks; RanksFailed on all ranks if it failed on one."""
     return agree(ranks, attempt(work, words))
 
 
-def attempt(work: Callable[[], object], words: Callable[[Exception], str] = str) -> dict[str, object]:
+def attempt(work: Callable[[], T], words: Callable[[Exception], str] = str) -> Attempt[T]:
     """What came of this rank's part, JSON-able; it may be done on any thread."""
     try:
         return {"result": work()}
@@ -71,10 +80,10 @@ def attempt(work: Callable[[], object], words: Callable[[Exception], str] = str)
         return {"problem": words(error) or repr(error)}
 
 
-def agree(ranks: Ranks, mine: dict[str, Any]) -> list[Any]:
+def agree(ranks: Ranks, mine: Attempt[T]) -> list[T]:
     """The second half of `together`: all ranks learn what came of every `attempt`. Collective."""
     everyone = ranks.gather_objects(mine)
     problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(everyone) if "problem" in one]
     if problems:
         raise RanksFailed("; ".join(problems))
-    return [one["result"] for one in everyone]
+    return [one["result"] for one in everyone if "result" in one]

@@ -79,5 +79,5 @@ def fastest(times: dict[Wire, list[float]]) -> Wire:
     def wins(kind: Wire) -> bool:
         return all(MARGIN * mine <= plain for mine, plain in zip(times[kind], times[PLAIN], strict=True))
 
-    costs = {kind: sum(both) for kind, both in times.items()}
+    costs: dict[Wire, float] = {kind: sum(both) for kind, both in times.items()}
     return Auto[Wire](costs=costs, plain=PLAIN, wins=wins).choice

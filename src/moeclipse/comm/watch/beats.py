@@ -47,7 +47,7 @@ class Beats:
     def _look(self, rank: int, now: float) -> None:
         found = None
         with suppress(TypeError, ValueError):
-            found = int(self.watch.hear(f"beat/{rank}"))
+            found = int(str(self.watch.hear(f"beat/{rank}")))
         count, since = self._seen.get(rank, (None, now))
         stands = found is not None and found == count
         self._seen[rank] = (found, since if stands else now)

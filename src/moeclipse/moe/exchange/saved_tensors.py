@@ -85,7 +85,8 @@ def _map(state: Tree, leaf: Callable[..., object], whole: tuple[type, ...]) -> T
         if inner is not None:
             changed[key] = leaf(item) if inner is LEAF else _map(item, leaf, whole)
     if parts is not ITEMS:
-        tree = dataclasses.replace(tree, **changed) if changed else tree
+        whole_one: Any = state
+        tree = dataclasses.replace(whole_one, **changed) if changed else tree
     elif isinstance(tree, dict):
         tree = {**tree, **changed}
     else:

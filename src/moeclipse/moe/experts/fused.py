@@ -7,10 +7,10 @@ CPU the same calls run their references, so that tests of this file need no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -70,11 +70,16 @@ def visit_all(
         adapters=[named.get(name) for name in ADAPTERS],
         scale=experts.scale,
         output=output,
-        **(sums_of(experts) if sums else {}),
+        **(sums_of(experts) if sums else Sums()),
     )
 
 
-def sums_of(experts: Experts) -> dict[str, Any]:
+class Sums(TypedDict, total=False):
+    into: list[torch.Tensor | None]
+    stores: Callable[[], bool]
+
+
+def sums_of(experts: Experts) -> Sums:
     """Where `ops/grouped_experts` leaves the gradients of the weights; those that are frozen have none."""
     trained = {n: w for n, w in zip(experts.names, experts.weights, strict=True) if w.requires_grad}
     into = {name: getattr(weight, "main_grad", None) for name, weight in trained.items()}

@@ -13,10 +13,10 @@ all others (the number of steps) are left as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -40,6 +40,9 @@ def watch_optimizers(mesh: Mesh, experts: Experts) -> None:
         return known
 
     mesh.once("experts with optimizers", begin).add(experts)
+
+
+T = TypeVar("T")
 
 
 def adopt(known: Known, adopted: WeakSet[Optimizer], optimizer: Optimizer, *_: object) -> None:
@@ -67,7 +70,8 @@ def places_of(
     }
 
 
-def parameters_of(groups: Iterable[dict[str, Any]]) -> list[Any]:
+def parameters_of(groups: Iterable[Mapping[str, Iterable[T]]]) -> list[T]:
+    """Tensors, or in a saved state their numbers."""
     return list(chain.from_iterable(group["params"] for group in groups))
 
 

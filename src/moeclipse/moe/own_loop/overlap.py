@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def overlap(
     return results
 
 
-def _call(model: nn.Module, given: object) -> Any:
+def _call(model: Callable[..., Result], given: object) -> Result:
     if isinstance(given, Mapping):
         return model(**given)
     return model(*given) if isinstance(given, (tuple, list)) else model(given)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -193,21 +193,26 @@ def trust_shards() -> None:
 
 
 def rebuild_shards(
-    local: torch.Tensor, experts: tuple[int, ...], num_experts: int, cut: tuple[Any, ...] | None
+    local: torch.Tensor,
+    experts: tuple[int, ...],
+    num_experts: int,
+    cut: tuple[tuple[int, ...], int, int, int, int] | None,
 ) -> ExpertShards:
     """Of what a pickle keeps: plain values, so that `torch.load(weights_only=True)` has one name to trust."""
-    names = ("shape", "dim", "start", "stop", "blocks")
-    part = None if cut is None else Cut(**dict(zip(names, cut, strict=True)))
+    part = None
+    if cut is not None:
+        shape, dim, start, stop, blocks = cut
+        part = Cut(shape=shape, dim=dim, start=start, stop=stop, blocks=blocks)
     return ExpertShards(local, ExpertPlace(experts=tuple(experts), num_experts=num_experts, cut=part))
 
 
-def save_shards(state_dict: dict[str, Any], prefix: str, places: Mapping[str, ExpertPlace]) -> None:
+def save_shards(state_dict: dict[str, object], prefix: str, places: Mapping[str, ExpertPlace]) -> None:
     """Let tensors that a module has put there say which experts they are, unless they are all."""
     for name, place in places.items():
         key = prefix + name
         if key in state_dict and not place.whole:
             refuse_one_writer(place)
-            state_dict[key] = ExpertShards(state_dict[key], place)
+            state_dict[key] = ExpertShards(cast(torch.Tensor, state_dict[key]), place)
 
 
 def refuse_one_writer(place: ExpertPlace) -> None:
@@ -223,15 +228,16 @@ def refuse_one_writer(place: ExpertPlace) -> None:
         )
 
 
-def load_shards(state_dict: dict[str, Any], prefix: str, places: Mapping[str, ExpertPlace]) -> list[str]:
+def load_shards(state_dict: dict[str, object], prefix: str, places: Mapping[str, ExpertPlace]) -> list[str]:
     """The reverse, before a module takes them; what cannot be taken is told, one line each."""
     problems = []
     for name, place in places.items():
         key = prefix + name
         if key in state_dict:
+            found = cast(torch.Tensor, state_dict[key])
             try:
-                state_dict[key] = place.take(state_dict[key], key)
+                state_dict[key] = place.take(found, key)
             except ConfigError as error:
                 problems.append(str(error))
-                state_dict[key] = state_dict[key].local
+                state_dict[key] = cast(ExpertShards, found).local
     return problems

@@ -24,7 +24,7 @@ from typing import Any
 
 from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
 from moeclipse.train.checkpoints.save import SaveJob
-from moeclipse.train.ranks import agree, attempt
+from moeclipse.train.ranks import Attempt, agree, attempt
 
 SPARE_BYTES = 1 << 26
 """What a state may have grown by its first save: loads of experts are kept step by step."""
@@ -35,7 +35,7 @@ class AsyncSave:
         self._job: SaveJob | None = None
         self.memory: HostMemory | None = None
         self._thread: threading.Thread | None = None
-        self._outcome: dict[str, Any] = {}
+        self._outcome: Attempt[Any] = {}
         self._committing = False
 
     @property
@@ -84,7 +84,7 @@ class AsyncSave:
             path = self.advance()
         return path
 
-    def _run(self, work: Callable[[], Any]) -> None:
+    def _run(self, work: Callable[[], object]) -> None:
         job = self._job
         assert job is not None
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from moeclipse.core.errors import CheckpointError, StorageError
 from moeclipse.core.outside import regular
 from moeclipse.train.checkpoints.folder import MANIFEST, checkpoints_in
-from moeclipse.train.checkpoints.manifest import Index, StoredPiece, StoredTensor, inspect
+from moeclipse.train.checkpoints.manifest import Index, RunState, StoredPiece, StoredTensor, inspect
 from moeclipse.train.checkpoints.save import save
 from moeclipse.train.checkpoints.shard import DTYPES, Piece
 from moeclipse.train.fingerprint import differences
@@ -48,10 +48,10 @@ class Checkpoint:
 
     def __init__(self, path: Path, index: Index) -> None:
         self.path = path
-        self.state: dict[str, Any] = dict(index.state)
+        self.state = cast(RunState, dict(index.state))
         self._tensors = index.tensors
         self._column_shards = by_matrix(index.tensors)
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, safe_open] = {}
 
     @classmethod
     def open(cls, path: str | Path, ranks: Ranks) -> Checkpoint:
@@ -170,7 +170,7 @@ class Checkpoint:
                 f"{self.path}: {piece.file} cannot be read: {error}; it changed after it was verified"
             ) from error
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> safe_open:
         file = self._files.pop(name, None)
         if file is None:
             file = safe_open(regular(self.path / name, inside=self.path), framework="pt")

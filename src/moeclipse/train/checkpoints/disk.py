@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader, FileIO
 from pathlib import Path
+from typing import TypedDict
 
 from moeclipse.core.outside import open_file
 
@@ -56,6 +57,13 @@ class Disk:
 
 
 DISK = Disk()
+
+
+class WrittenEntry(TypedDict):
+    """`Written`, as ranks tell it."""
+
+    size: int
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.outside import parse_json
 from moeclipse.train.checkpoints.disk import Written, file_damage, open_regular
 from moeclipse.train.checkpoints.folder import INDEX, MANIFEST, checkpoints_in
-from moeclipse.train.checkpoints.shard import DTYPES
+from moeclipse.train.checkpoints.shard import DTYPES, PieceRecord
 
 FORMAT = "moeclipse checkpoint"
 VERSION = 1
@@ -44,6 +44,21 @@ class StoredPiece:
     stop: int
 
 
+class PieceEntry(TypedDict):
+    """The same as JSON."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+class TensorEntry(TypedDict):
+    shape: list[int]
+    dtype: str
+    pieces: list[PieceEntry]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     shape: tuple[int, ...]
@@ -52,10 +67,34 @@ class StoredTensor:
     """Ordered by start; together exactly [0, number of elements)."""
 
 
+class HfState(TypedDict):
+    """What a checkpoint must know to become a Hugging Face folder again."""
+
+    config: dict[str, Any]
+    dtype: str
+    dtypes: dict[str, str]
+
+
+class RunState(TypedDict):
+    """What a checkpoint of a run says besides tensors (`train/step/checkpointed_state`)."""
+
+    step: int
+    updates: int
+    bad_steps: int
+    loss_scale: NotRequired[dict[str, float]]
+    seed: int
+    data: dict[str, Any]
+    fingerprint: NotRequired[dict[str, Any]]
+    exchange: list[Any]
+    placement: NotRequired[Any]
+    plan: NotRequired[Any]
+    hf: NotRequired[HfState]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Index:
     tensors: Mapping[str, StoredTensor]
-    state: Mapping[str, Any]
+    state: Mapping[str, object]
 
     def encode(self) -> bytes:
         tensors = {
@@ -69,25 +108,30 @@ class Index:
         return json.dumps({"state": self.state, "tensors": tensors}, indent=1).encode()
 
 
-def build_index(records: Iterable[tuple[str, list[dict[str, Any]]]], state: Mapping[str, Any]) -> Index:
+def build_index(records: Iterable[tuple[str, list[PieceRecord]]], state: Mapping[str, object]) -> Index:
     """The index from (file, piece records) of all ranks; every tensor must be covered exactly once."""
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, TensorEntry] = {}
     for file, pieces in records:
         for piece in pieces:
-            kind = {"shape": piece["shape"], "dtype": piece["dtype"]}
-            known = merged.setdefault(piece["name"], {**kind, "pieces": []})
-            if kind != {"shape": known["shape"], "dtype": known["dtype"]}:
+            fresh: TensorEntry = {"shape": piece["shape"], "dtype": piece["dtype"], "pieces": []}
+            known = merged.setdefault(piece["name"], fresh)
+            if (fresh["shape"], fresh["dtype"]) != (known["shape"], known["dtype"]):
                 raise CheckpointError(
                     f"tensor {piece['name']!r} is {known['dtype']} {known['shape']} on one rank and "
                     f"{piece['dtype']} {piece['shape']} on another; all ranks must agree"
                 )
             if piece["stop"] > piece["start"]:
-                entry = {key: piece[key] for key in ("key", "start", "stop")}
-                known["pieces"].append({"file": file, **entry})
+                part: PieceEntry = {
+                    "file": file,
+                    "key": piece["key"],
+                    "start": piece["start"],
+                    "stop": piece["stop"],
+                }
+                known["pieces"].append(part)
     return Index(tensors={name: _tensor(name, entry) for name, entry in merged.items()}, state=state)
 
 
-def _tensor(name: str, entry: Mapping[str, Any]) -> StoredTensor:
+def _tensor(name: str, entry: TensorEntry) -> StoredTensor:
     pieces = sorted((StoredPiece(**piece) for piece in entry["pieces"]), key=lambda piece: piece.start)
     numel = prod(entry["shape"])
     numbers = [*entry["shape"], *(edge for piece in pieces for edge in (piece.start, piece.stop))]

@@ -19,15 +19,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
 from moeclipse.core.errors import CheckpointError, ConfigError, StorageError
 from moeclipse.core.shown import say, visible
 from moeclipse.train.checkpoints import folder as layout
-from moeclipse.train.checkpoints.disk import DISK, Disk, Written, make_folders, remove_tree, write_file
+from moeclipse.train.checkpoints.disk import (
+    DISK,
+    Disk,
+    Written,
+    WrittenEntry,
+    make_folders,
+    remove_tree,
+    write_file,
+)
 from moeclipse.train.checkpoints.folder import INDEX, MANIFEST
 from moeclipse.train.checkpoints.manifest import Index, build_index, encode_manifest
-from moeclipse.train.checkpoints.shard import Piece, Shard
+from moeclipse.train.checkpoints.shard import Piece, PieceRecord, Shard
 from moeclipse.train.ranks import Ranks, RanksFailed, together
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -37,7 +45,7 @@ def save(
     folder: Path,
     step: int,
     pieces: Iterable[Piece],
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     ranks: Ranks,
     *,
     keep: int,
@@ -77,6 +85,15 @@ class SavesAsync(Protocol):
     def begin(self, job: SaveJob) -> None: ...
 
 
+class SavePlan(TypedDict):
+    """What a rank tells the others before it writes."""
+
+    step: int
+    temporary: str
+    bytes: int
+    pieces: list[PieceRecord]
+
+
 @dataclass(kw_only=True)
 class SaveJob:
     """One rank's side of one save."""
@@ -106,7 +123,7 @@ class SaveJob:
             # Once more together: no rank goes on before the partial files are gone, and all say the same.
             raise StorageError(self.ranks.gather_objects(text)[0]) from None
 
-    def prepare(self, pieces: Iterable[Piece], state: Mapping[str, object]) -> dict[str, object]:
+    def prepare(self, pieces: Iterable[Piece], state: Mapping[str, object]) -> SavePlan:
         temporary = ""
         if self.ranks.rank == 0:
             _check_state(state)
@@ -124,7 +141,7 @@ class SaveJob:
             "pieces": self.shard.records(),
         }
 
-    def agree(self, plans: list[dict[str, Any]], state: Mapping[str, Any]) -> None:
+    def agree(self, plans: list[SavePlan], state: Mapping[str, object]) -> None:
         """Find the index, the same on all ranks (rank 0's `state` is the one that is written)."""
         steps = [plan["step"] for plan in plans]
         if len(set(steps)) > 1:
@@ -134,7 +151,7 @@ class SaveJob:
         records = [(shard_name(rank), plan["pieces"]) for rank, plan in enumerate(plans)]
         self.index = build_index(records, state)
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> dict[str, WrittenEntry]:
         assert self.shard is not None
         assert self.temporary is not None
         if not self.shard.stored:
@@ -147,9 +164,9 @@ class SaveJob:
         name = shard_name(self.ranks.rank)
         written = write_file(self.disk, self.temporary / name, self.shard.chunks())
         self.disk.fsync_folder(self.temporary)
-        return {name: vars(written)}
+        return {name: {"size": written.size, "sha256": written.sha256}}
 
-    def commit(self, files: list[dict[str, Any]]) -> None:
+    def commit(self, files: list[dict[str, WrittenEntry]]) -> None:
         """On rank 0: index, manifest, the rename; then what is old goes."""
         if self.ranks.rank != 0:
             return

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -95,6 +95,17 @@ class Piece:
         return self.data.numel() * self.data.element_size()
 
 
+class PieceRecord(TypedDict):
+    """What other ranks must know of a piece."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    key: str
+    start: int
+    stop: int
+
+
 class Shard:
     """The pieces one rank writes, in the order of the file."""
 
@@ -136,7 +147,7 @@ class Shard:
             torch.cuda.synchronize()
         return Shard(copies), memory
 
-    def records(self) -> list[dict[str, object]]:
+    def records(self) -> list[PieceRecord]:
         """What other ranks must know of these pieces, JSON-able."""
         return [
             {

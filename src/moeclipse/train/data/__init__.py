@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """What stood here in version 0.1 (docs/compatibility.md), loaded when it is asked for."""
     if name in ("Batches", "Samples"):
         from moeclipse.train.data import samples

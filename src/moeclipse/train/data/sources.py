@@ -11,7 +11,7 @@ Contract. Windows are counted through: those of the second source begin where th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -26,6 +26,14 @@ from moeclipse.train.data.shuffle import permute, shuffle_key
 CYCLE = 10_000
 OF_SOURCES = "sources"
 """Tells the key of a cycle from that of an epoch."""
+
+
+class Described(Protocol):
+    """All that is read."""
+
+    what: str
+
+    def unigram_entropy(self) -> float: ...
 
 
 class Mixture:
@@ -135,6 +143,6 @@ def open_samples(config: DataConfig, vocab_size: int, seed: int, held_out: float
     return Mixture([samples(part) for part in parts], names, weights, what=f"sources {', '.join(names)}")
 
 
-def corpus_of(samples: SampleSource) -> Any:
+def corpus_of(samples: SampleSource) -> Described:
     """What says `what` and `unigram_entropy` of all that is read."""
-    return samples.corpus if isinstance(samples, Samples) else samples
+    return samples.corpus if isinstance(samples, Samples) else cast(Described, samples)

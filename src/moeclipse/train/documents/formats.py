@@ -24,10 +24,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from moeclipse.core.errors import DataError
 from moeclipse.core.outside import open_file, regular
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
 
 Form = Literal["text", "jsonl", "parquet", ".npy", ".bin"]
 TOKEN_SUFFIXES = (".npy", ".bin")
@@ -158,7 +162,7 @@ def batches_of(
         raise DataError(f"{path} is damaged: {error}; copy it again") from error
 
 
-def _unpacked(file: IO[bytes], kind: FileKind, path: Path) -> Any:
+def _unpacked(file: IO[bytes], kind: FileKind, path: Path) -> IO[bytes] | Watched:
     if kind.packing == ".gz":
         return Watched(gzip.GzipFile(fileobj=file), file, path)
     if kind.packing == ".zst":
@@ -170,7 +174,7 @@ def _unpacked(file: IO[bytes], kind: FileKind, path: Path) -> Any:
 class Watched(io.RawIOBase):
     """What is unpacked, as long as it may be a text."""
 
-    def __init__(self, unpacked: Any, packed: IO[bytes], path: Path) -> None:
+    def __init__(self, unpacked: gzip.GzipFile | ZstdReader, packed: IO[bytes], path: Path) -> None:
         self._unpacked, self._packed, self._path, self._made = unpacked, packed, path, 0
 
     def read(self, size: int = -1) -> bytes:
@@ -226,7 +230,7 @@ def need(package: str, path: Path) -> None:
         raise DataError(f"{path} needs the `{package}` package; run: pip install moeclipse[data]")
 
 
-def _text(file: IO[bytes], packed: IO[bytes], number: int) -> Iterator[RawBatch]:
+def _text(file: IO[bytes] | Watched, packed: IO[bytes], number: int) -> Iterator[RawBatch]:
     """One document; of a long one, pieces that end behind a line."""
     rest, offset, more = b"", 0, True
     while more:
@@ -242,7 +246,7 @@ def _text(file: IO[bytes], packed: IO[bytes], number: int) -> Iterator[RawBatch]
 
 
 def _lines(
-    file: IO[bytes], packed: IO[bytes], number: int, path: Path, max_record: int
+    file: IO[bytes] | Watched, packed: IO[bytes], number: int, path: Path, max_record: int
 ) -> Iterator[RawBatch]:
     first, size = 0, 0
     begun: list[bytes] = []  # of a line whose end is still to come
@@ -304,7 +308,7 @@ def _parquet(path: Path, number: int, field: str, chat: bool, max_record: int) -
         raise DataError(f"{path} is not a readable Parquet file: {error}; copy it again") from error
 
 
-def _leaves(about: Any, path: Path, size: int, field: str) -> list[str]:
+def _leaves(about: pyarrow.parquet.FileMetaData, path: Path, size: int, field: str) -> list[str]:
     """The columns of text that `field` is made of, none of which holds more than a file of this size can."""
     leaves = [about.schema.column(number) for number in range(about.num_columns)]
     mine = [
@@ -318,7 +322,7 @@ def _leaves(about: Any, path: Path, size: int, field: str) -> list[str]:
     return [leaves[number].path for number in mine if leaves[number].physical_type == "BYTE_ARRAY"]
 
 
-def _pieces(column: Any, path: Path, first: int, max_record: int) -> Iterator[Any]:
+def _pieces(column: pyarrow.Array, path: Path, first: int, max_record: int) -> Iterator[pyarrow.Array]:
     """The rows of a column, together where they are small."""
     if expanded(column) <= BATCH:
         yield column
@@ -329,7 +333,7 @@ def _pieces(column: Any, path: Path, first: int, max_record: int) -> Iterator[An
         yield one
 
 
-def expanded(column: Any) -> int:
+def expanded(column: pyarrow.Array) -> int:
     """Bytes of all that rows refer to."""
     import pyarrow
     import pyarrow.compute
@@ -347,7 +351,7 @@ def expanded(column: Any) -> int:
     return int(column.nbytes)
 
 
-def _column(values: Iterable[Any], path: Path, first: int, field: str, chat: bool) -> Iterator[bytes]:
+def _column(values: Iterable[object], path: Path, first: int, field: str, chat: bool) -> Iterator[bytes]:
     for row, value in enumerate(values, start=first):
         if chat:
             yield json.dumps({field: value}).encode()

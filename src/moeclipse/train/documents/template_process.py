@@ -26,9 +26,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from moeclipse.core.outside import parse_json
+
+if TYPE_CHECKING:
+    import jinja2
+    import jinja2.nodes
+    import jinja2.parser
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 SECONDS = 5.0
 MEMORY = 1 << 29
@@ -167,9 +175,9 @@ def serve() -> None:
         replies: list[Reply] = []
         size = 0
         for one in asked:
-            made = tried(render, one)
-            replies.append({"text": made} if isinstance(made, str) else made)
-            size += len(made)
+            reply = tried(render, one)
+            replies.append({"text": reply} if isinstance(reply, str) else reply)
+            size += len(reply)
             if size > TOGETHER:
                 answer(target, replies)
                 replies, size = [], 0
@@ -177,7 +185,7 @@ def serve() -> None:
             answer(target, replies)
 
 
-def tried(work: Callable[[Any], Any], asked: Any) -> Any:
+def tried(work: Callable[[A], R], asked: A) -> R | Reply:
     """What it gives, or {"error": why it gives nothing}."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process, whatever that is doing
     try:
@@ -204,17 +212,17 @@ def answer(target: BinaryIO, replies: list[Reply]) -> None:
     write(target, data)
 
 
-def renderer(text: str, specials: dict[str, str]) -> Callable[[Any], str]:
+def renderer(text: str, specials: dict[str, str]) -> Callable[[Mapping[str, object]], str]:
     template = compiled(text)
 
-    def render(asked: Any) -> str:
+    def render(asked: Mapping[str, object]) -> str:
         told = {"tools": None, "documents": None, "add_generation_prompt": asked["begins"]}
         return str(template.render(messages=asked["messages"], **told, **specials))
 
     return render
 
 
-def compiled(text: str) -> Any:
+def compiled(text: str) -> jinja2.Template:
     """As transformers compiles templates."""
     import jinja2
     import jinja2.ext
@@ -224,9 +232,9 @@ def compiled(text: str) -> Any:
     class Generation(jinja2.ext.Extension):
         tags = {"generation"}  # noqa: RUF012  (Jinja asks for a set)
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
             line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             call = self.call_method("_marked")
             return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
@@ -247,13 +255,13 @@ def compiled(text: str) -> Any:
     return environment.from_string(text)
 
 
-def write(file: BinaryIO | Any, data: bytes) -> None:
+def write(file: IO[bytes], data: bytes) -> None:
     file.write(len(data).to_bytes(8, "little"))
     file.write(data)
     file.flush()
 
 
-def read(file: BinaryIO | Any) -> Any:
+def read(file: IO[bytes]) -> Any:
     """None where the other end is gone."""
     head = file.read(8)
     if len(head) < 8:

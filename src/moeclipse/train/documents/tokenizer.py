@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from moeclipse.core.errors import DataError
 from moeclipse.core.outside import parse_json, read_bytes, read_table, told_of
 from moeclipse.train.documents.chat import ChatTemplate, messages_of
 from moeclipse.train.documents.formats import RawBatch
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MOST_TOKENIZER = 1 << 28
 """Bytes of a tokenizer.json; those of large vocabularies have some thirty million."""
@@ -76,9 +79,9 @@ class Recipe:
     def from_json(cls, text: str) -> Recipe:
         return cls(**parse_json(text))
 
-    def key(self) -> dict[str, Any]:
+    def key(self) -> dict[str, object]:
         """All that tokens depend on: not where a tokenizer lies."""
-        key = asdict(self) | {"tokenizer": bool(self.tokenizer)}
+        key: dict[str, object] = {**asdict(self), "tokenizer": bool(self.tokenizer)}
         del key["template_file"]
         return key
 
@@ -114,7 +117,7 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def load_tokenizer(path: Path, given: str) -> Any:
+def load_tokenizer(path: Path, given: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
@@ -126,7 +129,7 @@ def load_tokenizer(path: Path, given: str) -> Any:
         ) from error
 
 
-def end_token(end_of_text: str, tokenizer: Any | None, path: Path | None, *, wanted: bool) -> int:
+def end_token(end_of_text: str, tokenizer: Tokenizer | None, path: Path | None, *, wanted: bool) -> int:
     """The number of the token behind each document; -1: none. `wanted`: what "auto" means here."""
     if not end_of_text or (end_of_text == "auto" and not wanted):
         return -1
@@ -161,7 +164,7 @@ class DocumentEncoder:
         self.recipe, self.many = recipe, many
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         return load_tokenizer(Path(self.recipe.tokenizer), self.recipe.tokenizer)
 
     @cached_property

@@ -16,7 +16,7 @@ import queue
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, Any, Literal, Protocol
@@ -163,7 +163,7 @@ def unpacked(frame: memoryview) -> RawBatch:
     return RawBatch(raw=raw, **head)
 
 
-def framed(head: dict[str, Any], *parts: bytes | np.ndarray) -> bytes:
+def framed(head: Mapping[str, object], *parts: bytes | np.ndarray) -> bytes:
     """The size of a JSON head, the head, and raw bytes."""
     text = json.dumps(head).encode()
     return b"".join([len(text).to_bytes(8, ORDER), text, *(bytes(part) for part in parts)])

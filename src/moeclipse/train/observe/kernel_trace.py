@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moeclipse.report.timeline import KERNEL
 from moeclipse.train.observe.trace_file import Slice
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEvent
 
 MARKER, NUM_MARKERS = "moeclipse.clock", 5
 
@@ -37,17 +40,19 @@ class KernelTrace:
             with record_function(f"{MARKER} {number}"):
                 self._marked_us.append(1e-3 * time.perf_counter_ns())
 
-    def stop(self, wanted: Callable[[Any], bool] | None = None) -> list[Slice]:
+    def stop(self, wanted: Callable[[FunctionEvent], bool] | None = None) -> list[Slice]:
         """What ran on the device, in microseconds of the host's clock."""
         self._profile.stop()
         return aligned(self._profile.events() or (), self._marked_us, wanted or on_device)
 
 
-def on_device(event: Any) -> bool:
+def on_device(event: FunctionEvent) -> bool:
     return bool(event.device_type == torch.autograd.DeviceType.CUDA)
 
 
-def aligned(events: Iterable[Any], marked_us: list[float], wanted: Callable[[Any], bool]) -> list[Slice]:
+def aligned(
+    events: Iterable[FunctionEvent], marked_us: list[float], wanted: Callable[[FunctionEvent], bool]
+) -> list[Slice]:
     """Those events that are wanted; none where markers were lost, since nobody would know when they ran."""
     events = list(events)
     markers = [event for event in events if event.name.startswith(MARKER) and not on_device(event)]
@@ -68,5 +73,5 @@ def aligned(events: Iterable[Any], marked_us: list[float], wanted: Callable[[Any
     ]
 
 
-def size_of(event: Any) -> float:
+def size_of(event: FunctionEvent) -> float:
     return float(event.time_range.end - event.time_range.start)

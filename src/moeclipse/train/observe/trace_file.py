@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 
@@ -50,6 +50,20 @@ class Slice(NamedTuple):
         return self._replace(start=self.start + by)
 
 
+class RankTable(TypedDict):
+    """A `RankTrace` as JSON, with every name once."""
+
+    step: int
+    begin_s: float
+    clock_error_s: float
+    compute_s: float
+    moving_s: float
+    left_out: int
+    names: list[str]
+    slices: list[Any]
+    """Of each a row, its parts at the end; numbers of names."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
     """A step of one rank; `begin_s` is on the clock of all ranks."""
@@ -62,8 +76,7 @@ class RankTrace:
     slices: list[Slice]
     left_out: int = 0
 
-    def told(self) -> dict[str, Any]:
-        """As JSON, with every name once."""
+    def told(self) -> RankTable:
         names: dict[str, int] = {}
         rows = [
             [one.lane, one.kind, names.setdefault(one.name, len(names)), *(round(n, 2) for n in one[3:5])]
@@ -71,11 +84,12 @@ class RankTrace:
             for one in self.slices
         ]
         told = {key: value for key, value in vars(self).items() if key != "slices"}
-        return {**told, "names": list(names), "slices": rows}
+        return cast(RankTable, {**told, "names": list(names), "slices": rows})
 
     @classmethod
-    def read(cls, told: dict[str, Any]) -> RankTrace:
-        names, fields = told["names"], {key: value for key, value in told.items() if key != "names"}
+    def read(cls, told: RankTable) -> RankTrace:
+        names, fields = told["names"], cast(dict[str, Any], {**told})
+        del fields["names"]
         rows = told["slices"]
         slices = [
             Slice(lane, kind, names[name], start, size, tuple(parts))
@@ -85,7 +99,7 @@ class RankTrace:
 
 
 def write_trace(
-    directory: Path, config: TrainConfig, mesh: Mesh, told: list[list[dict[str, Any]]], verified: Verified
+    directory: Path, config: TrainConfig, mesh: Mesh, told: list[list[RankTable]], verified: Verified
 ) -> None:
     """Of all ranks, in rank order; a disk that is full costs the trace and not the run."""
     ranks = [[RankTrace.read(one) for one in steps] for steps in told]

@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -96,6 +96,13 @@ Picked = Callable[[int, Sequence[PlanRequest]], Collection[int]]
 
 def all_layers(_step: int, requests: Sequence[PlanRequest]) -> Collection[int]:
     return range(len(requests))
+
+
+class SavedPlan(TypedDict):
+    """In a checkpoint: when the planner was asked, and what the first rank of each stage has of it."""
+
+    asked: int
+    plans: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +296,7 @@ class BackgroundPlanner:
             return None, f"the planner asked at step {nth(asked)} failed: {'; '.join(errors)}; experts stay"
         return self._vote(everyone[self.mesh.stage.ranks[0]]["plan"], current)
 
-    def state(self) -> dict[str, object] | None:
+    def state(self) -> SavedPlan | None:
         """For a checkpoint: the plans under way, waited for, by the first rank of their stage. Collective."""
         if self.pending is None:
             return None
@@ -297,7 +304,7 @@ class BackgroundPlanner:
         plans = {str(rank): plan for rank, plan in enumerate(told) if plan}
         return {"asked": self.pending, "plans": plans}
 
-    def load_state(self, saved: Mapping[str, Any] | None) -> None:
+    def load_state(self, saved: SavedPlan | None) -> None:
         """Go on with a plan that was under way; one that was made for other ranks is refused by the vote."""
         self.pending = None if saved is None else int(saved["asked"])
         self.thread = PlanThread()  # what another one still plans is nobody's any more

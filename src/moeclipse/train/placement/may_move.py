@@ -11,6 +11,7 @@ ranks decide alike, and a resumed run decides again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moeclipse.balance.objective import rows_per_pair
@@ -70,7 +71,7 @@ def why_nothing_is_lent(config: TrainConfig, expert_ranks: int) -> str | None:
     return "placement.reduce = 'fedavg' counts rows where their expert lives"
 
 
-def refused(config: TrainConfig, named: dict[str, Any]) -> str | None:
+def refused(config: TrainConfig, named: Mapping[str, object]) -> str | None:
     """What rules say against these values; None where they take them."""
     known = set(problems_of(config))
     return next((text for text in problems_of(with_values(config, named)) if text not in known), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +171,7 @@ def planned_config(config: TrainConfig, plan: Plan, batch: int, sequence: int) -
     return with_values(config, values_of(plan, batch, sequence))
 
 
-def rules_of(config: TrainConfig, batch: int, sequence: int) -> Any:
+def rules_of(config: TrainConfig, batch: int, sequence: int) -> Callable[[Plan], str]:
     """What the configuration says against a plan, as the planner asks for it."""
 
     def refuse(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -25,6 +25,7 @@ from moeclipse.hf.peft import look_at_adapter
 from moeclipse.hf.read import read_config
 from moeclipse.model.transformer import Transformer
 from moeclipse.train.checkpoints.folder import INDEX, checkpoints_in
+from moeclipse.train.checkpoints.manifest import RunState
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.weights.init_from import other_shape
@@ -76,7 +77,7 @@ def start_problems(config: TrainConfig, path: Path) -> Iterator[str]:
         yield from other_shape(state, config, str(path))
 
 
-def state_of(path: Path) -> Mapping[str, Any]:
+def state_of(path: Path) -> RunState:
     """What a checkpoint, or the newest one of a run that can be read, says of itself."""
     folders = [entry.path for entry in checkpoints_in(path / "checkpoints")] or [path]
     for folder in folders:
@@ -85,7 +86,7 @@ def state_of(path: Path) -> Mapping[str, Any]:
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if isinstance(state, Mapping):
-            return state
+            return cast(RunState, state)
     damaged = (folders[0] / INDEX).exists()
     raise CheckpointError(f"no checkpoint in it can be read, such as {folders[0]}" if damaged else NO_START)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune.granularity import CutReport, against_blocking, cut_in_words
+from moeclipse.train.observe.run_figures import StepRecord
 
 SEEN_STEPS = 4
 """Steps with the chosen cut, before it is told what it hides."""
@@ -28,7 +28,7 @@ class ExchangeNote:
         self.told = False
         self._steps, self._hidden_ms, self._comm_ms = 0, 0.0, 0.0
 
-    def after_step(self, layers: Sequence[MoE], record: dict[str, Any]) -> list[str]:
+    def after_step(self, layers: Sequence[MoE], record: StepRecord) -> list[str]:
         """The line, once; nothing before it is known and after it was told."""
         if self.told or not layers or not all(layer.schedule.cuts.has_chosen for layer in layers):
             return []

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from moeclipse.comm.failure import Cause, Watch
 from moeclipse.comm.start import RankPlace, rank_folder
@@ -178,13 +177,13 @@ def copy_ops(ranks: Path, directory: Path, but: int | None = None) -> None:
             shutil.copyfile(file, directory / OPS / f"rank-{int(found[1])}.txt")
 
 
-def kept(directory: Path, record: Mapping[str, Any]) -> None:
+def kept(directory: Path, record: Mapping[str, object]) -> None:
     """Of what ended nothing; a full disk is no reason to end, either."""
     with contextlib.suppress(OSError):
         append(directory, record)
 
 
-def append(directory: Path, record: Mapping[str, Any]) -> None:
+def append(directory: Path, record: Mapping[str, object]) -> None:
     attempt = RankPlace.read().attempt
     head = {"time": round(time.time(), 3), "attempt": attempt, "host": socket.gethostname()}
     append_line(directory / RECORDS, json.dumps({**head, **record}))

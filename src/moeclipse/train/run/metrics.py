@@ -15,14 +15,15 @@ Then the mean stays off, and whoever reads it in the metrics would have to know 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json
 from moeclipse.core.steps import nth
 from moeclipse.train.observe.metrics_config import NO_TENSORBOARD
+from moeclipse.train.observe.run_figures import RunSummary, StepRecord
 from moeclipse.train.observe.step_times import TIMES
 from moeclipse.train.run.background_writer import Scribe
 from moeclipse.train.run.run_files import append_line, keep_lines, set_aside, write_atomic
@@ -44,13 +45,13 @@ class StepSums:
         self.balance, self.with_balance = 0.0, 0
         self.load_E: list[int] = []
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: StepRecord) -> None:
         if not self.count:
             self.first, self.num_tokens = record["step"], record["num_tokens"]
         self.count += 1
         self.last = record["step"]
         for key in SUMMED:
-            self.sums[key] += record[key]
+            self.sums[key] += record[key]  # type: ignore[literal-required]
         if "mean_experts" in record:
             self.experts, self.with_experts = self.experts + record["mean_experts"], self.with_experts + 1
         if "balance" in record:
@@ -89,8 +90,8 @@ class Metrics:
         self.scribe = scribe or Scribe()
         self.window, self.experts_held = StepSums(), ExpertsHeld(mean_experts)
         self.count = self.skipped = self.dropped = 0
-        self.first: dict[str, Any] | None = None
-        self.last: dict[str, Any] | None = None
+        self.first: StepRecord | None = None
+        self.last: StepRecord | None = None
         self._board = open_tensorboard(directory) if tensorboard and writes else None
 
     @property
@@ -123,7 +124,7 @@ class Metrics:
             self.skipped, self.dropped = self.skipped + skipped, self.dropped + dropped
         return bool(stays)
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: StepRecord) -> None:
         """A step's line; `notes` of it may become more."""
         off = [] if record["skipped"] else self.experts_held.after_step(record["load"], record["num_tokens"])
         if off:
@@ -144,7 +145,7 @@ class Metrics:
             }
             self.scribe.do("tensorboard", lambda: self._show(record["step"], numbers))
 
-    def write_line(self, record: dict[str, object]) -> None:
+    def write_line(self, record: StepRecord) -> None:
         if self.writes:
             line = json.dumps(shortened(record))
             self.scribe.do("metrics.jsonl", lambda: append_line(self.path, line))
@@ -154,7 +155,7 @@ class Metrics:
         for key, value in numbers.items():
             self._board.add_scalar(key, value, nth(step))
 
-    def summary(self, extra: dict[str, object]) -> dict[str, object]:
+    def summary(self, extra: Mapping[str, object]) -> RunSummary:
         """Means over the steps after warm-up; percentages never without their window.
 
         Losses, and what was dropped and skipped, are of the whole run, also of earlier starts.
@@ -163,7 +164,7 @@ class Metrics:
         if not window.count and self.last is not None:
             window = StepSums()
             window.add(self.last)
-        summary: dict[str, Any] = {
+        summary = {
             "loss_first": self.first["loss"] if self.first else None,
             "loss_last": self.last["loss"] if self.last else None,
             **window.means(),
@@ -179,16 +180,16 @@ class Metrics:
             self.scribe.do("summary.json", lambda: write_atomic(self.directory / "summary.json", text))
         if self._board is not None:
             self.scribe.do("tensorboard", self._board.close)
-        return summary
+        return cast(RunSummary, summary)
 
 
-def shortened(record: dict[str, Any]) -> dict[str, object]:
+def shortened(record: StepRecord) -> dict[str, object]:
     """A record as a line holds it: tables of many numbers stand in some lines alone.
 
     On average a line holds MOST_NUMBERS of a table, however many experts and ranks there are; `load.npz` has
     the loads of steps over the whole run.
     """
-    short = dict(record)
+    short: dict[str, object] = {**record}
     for key, size in (
         ("load", size_of(record["load"])),
         ("ranks", size_of(record.get("ranks", {}).values())),

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
+from moeclipse.train.observe.run_figures import StepRecord
 from moeclipse.train.run.exchange_note import ExchangeNote
 from moeclipse.train.run.incidents import kept
 from moeclipse.train.run.metrics import Metrics
@@ -34,10 +35,10 @@ class Records:
         """`note` hears what is to be said of steps; `speed` is a step's by its milliseconds."""
         self.learner, self.metrics, self.note, self.speed = learner, metrics, note, speed
         self.exchange = ExchangeNote()
-        self.waiting: dict[int, dict[str, Any]] = {}
+        self.waiting: dict[int, StepRecord] = {}
         """By step, without the times of other ranks."""
 
-    def after_step(self, record: dict[str, Any]) -> None:
+    def after_step(self, record: StepRecord) -> None:
         self.waiting[record["step"]] = record
         self._complete()
 
@@ -68,7 +69,8 @@ class Records:
                     kept(self.metrics.directory, {"kind": "straggler", **named})
                 notes.append(named["what"])
             per_second = 1e3 * record["num_tokens"] / times["step_ms"]
-            record |= {**times, "tokens_per_s": per_second} | self.speed(times["step_ms"])
+            more = {**times, "tokens_per_s": per_second} | self.speed(times["step_ms"])
+            record |= cast(StepRecord, more)
             known = len(record.get("notes", ()))
             self.metrics.add(record)
             notes += record.get("notes", ())[known:]

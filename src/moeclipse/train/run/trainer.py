@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -42,6 +42,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.generate.sample import write_sample
 from moeclipse.train.observe.memory_table import by_kind, watched
+from moeclipse.train.observe.run_figures import RunInfo, RunSummary, StepRecord
 from moeclipse.train.observe.step_trace import StepTrace
 from moeclipse.train.observe.weight_table import weights_told
 from moeclipse.train.predict.state_bytes import least_work
@@ -78,7 +79,7 @@ def train(
     leave: Callable[[], str] = lambda: "",
     leave_at_save: Callable[[], bool] = lambda: False,
     stuck: Callable[[CommError], None] = leave_process,
-) -> dict[str, Any]:
+) -> RunSummary:
     """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path.
 
     `leave` is asked at every step: once it answers on any rank, with a signal's name, all ranks save and
@@ -168,13 +169,13 @@ class Run:
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
-    def whole(self, resume: str, opened: Callable[[Path], None] = lambda _: None) -> dict[str, Any]:
+    def whole(self, resume: str, opened: Callable[[Path], None] = lambda _: None) -> RunSummary:
         """`opened` is called with the directory, once it is this run's."""
         with self.files.held(resume, self.observer.note):
             opened(self.directory)
             return self._train(resume)
 
-    def _train(self, resume: str) -> dict[str, Any]:
+    def _train(self, resume: str) -> RunSummary:
         config = self.config
         tell_phase(self.observer, "loading data and model")
         found = self._find(resume)
@@ -235,7 +236,7 @@ class Run:
         self.observer.end(summary)
         return summary
 
-    def _tune(self, choices: Choices) -> dict[str, Any]:
+    def _tune(self, choices: Choices) -> RunSummary:
         """Trials alone; there is no summary of a run that was not begun."""
         tuning = Tuning(self.config, self.mesh)
         tuning.run(self.observer.note)
@@ -243,7 +244,7 @@ class Run:
         for line in tuning.table():
             self.observer.note(line)
         self.observer.note(f"take it with --run.tuned_from {self.directory}: {self.directory / FILE}")
-        return {}
+        return cast(RunSummary, {})
 
     def _speed(self, step_ms: float) -> dict[str, float]:
         """Of the device's peak, and of what the work allows; nothing on devices that the table lacks."""
@@ -287,8 +288,9 @@ class Run:
             trace.end(step, learner.times, self.directory, learner.program)
             self.mesh.watch.log.patience_s = None
             signals = record.pop("signals")
-            record |= self._speed(record["step_ms"]) | learner.evaluate(step + 1)
-            better = self.config.eval.keep_best and best.is_better(record.get("eval_loss", math.nan))
+            record |= cast(StepRecord, self._speed(record["step_ms"]) | learner.evaluate(step + 1))
+            eval_loss = record.get("eval_loss", math.nan)
+            better = self.config.eval.keep_best and best.is_better(eval_loss)
             self.observer.step(record)
             told = memory.lines() if memory is not None else []
             for note in (*record.get("notes", ()), *scribe.take_notes(), *told):
@@ -307,7 +309,7 @@ class Run:
                 learner.loads.write(self.directory, done, scribe, now=now)
             saving.after_step(done, signals, last=last, best=better)
             if better:
-                best.keep(saving.path, done, record["eval_loss"])
+                best.keep(saving.path, done, eval_loss)
             if last and done < config.run.steps:
                 raise Preempted(
                     f"asked to leave ({self.leave() or 'by another rank'}): step {done} is saved in "
@@ -371,7 +373,7 @@ class Run:
             self.observer.note(f"passed over a damaged checkpoint, {damaged}")
         return search.checkpoint
 
-    def _info(self, learner: Learner, start: int) -> dict[str, Any]:
+    def _info(self, learner: Learner, start: int) -> RunInfo:
         config, mesh = self.config, self.mesh
         everything, active = count_parameters(config.model, config.moe, config.gate)
         return {

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from moeclipse.moe.gate.dynamic_gates import BORN_LATER
 from moeclipse.moe.layer import MoE
 from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_model, check_state, save
+from moeclipse.train.checkpoints.manifest import HfState
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.samples import Batches
 from moeclipse.train.fingerprint import fingerprint_of, in_present_terms
@@ -43,7 +43,7 @@ STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exc
 class CheckpointedState:
     """Of one rank."""
 
-    hf: dict[str, Any] | None = None
+    hf: HfState | None = None
     """What turns checkpoints into folders of a Hugging Face model; None where the run began from none."""
     config: TrainConfig
     mesh: Mesh
@@ -59,7 +59,7 @@ class CheckpointedState:
     layers: list[MoE]
     memories: tuple[LayerMemory, ...]
 
-    def fingerprint(self) -> dict[str, object]:
+    def fingerprint(self) -> dict[str, dict[str, object]]:
         """What a checkpoint must have in common with a run that continues it."""
         return fingerprint_of(self.config, self.dtype)
 

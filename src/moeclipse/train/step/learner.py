@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,6 +37,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.evaluation import opened_for
 from moeclipse.train.data.samples import Batches
 from moeclipse.train.data.sources import corpus_of, open_samples
+from moeclipse.train.observe.run_figures import StepRecord
 from moeclipse.train.observe.step_times import StepTimes
 from moeclipse.train.optim.adamw import learning_rate
 from moeclipse.train.optim.buckets import Buckets
@@ -124,7 +125,7 @@ class Learner(CheckpointedState):
                 self.by_layer.ask = self.pipelined.loss_so_far
         self.placement.bind(self.optim)
         self.evaluation = opened_for(config, mesh, self.model, samples, layout)
-        self.evaluated: dict[str, Any] = {}
+        self.evaluated: dict[str, object] = {}
         """What was said of the last state that was evaluated."""
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.memories = tuple(memories(self.model))
@@ -250,7 +251,7 @@ class Learner(CheckpointedState):
         self._loss_of_source = sums[3:]
         return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
 
-    def step(self, step: int) -> dict[str, Any]:
+    def step(self, step: int) -> StepRecord:
         """One optimizer step; its record is the same on all ranks but for the time; `times` knows more later.
 
         A step that was not finite, and is when it is computed again, is computed once more and taken.
@@ -261,21 +262,21 @@ class Learner(CheckpointedState):
             record = self._under_ledger(step, tries=1)
             return {**record, "notes": [str(accident), *record.get("notes", ())]}
 
-    def _under_ledger(self, step: int, tries: int) -> dict[str, Any]:
+    def _under_ledger(self, step: int, tries: int) -> StepRecord:
         ledger = self.mesh.recorder.ledger
         if ledger is None:
             return self._step(step, tries)
         with ledger.step(quiet=[number for number, bucket in enumerate(self.buckets) if bucket.quiet]):
             return self._step(step, tries)
 
-    def evaluate(self, done: int) -> dict[str, Any]:
+    def evaluate(self, done: int) -> dict[str, object]:
         """After so many steps: loss on text that is held out, or nothing where it is not due. Collective."""
         if self.evaluation is None or not self.evaluation.is_due(done):
             return {}
         self.evaluated = self.evaluation.run()
         return self.evaluated
 
-    def _step(self, step: int, tries: int) -> dict[str, object]:
+    def _step(self, step: int, tries: int) -> StepRecord:
         self.mesh.watch.log.begin_step(step)
         (recorder := self.mesh.recorder).begin_step()
         self._look_ahead(step)
@@ -302,7 +303,7 @@ class Learner(CheckpointedState):
         step_ms = self._end_step(step)
         if not self.loss_scale.after_step(loss, norm):
             self.bad.add(step, skipped, loss, norm)
-        return {
+        record: dict[str, object] = {
             "step": step,
             "loss": loss,
             "aux_loss": stats[1],
@@ -311,15 +312,16 @@ class Learner(CheckpointedState):
             "tokens_per_s": 1e3 * self.tokens_per_step / step_ms,
             "num_tokens": self.tokens_per_step,
             "step_ms": step_ms,
-            **self.placement.taken,
-            **load.record(self.tokens_per_step),
-            **told_by_source(self.batches, step, stats[6:]),
             "dropped": int(stats[2]),
             "skipped": skipped,
             "signals": [int(row[5]) for row in rows],
-            **({"loss_scale": scale} if scale != 1 else {}),
-            **({"notes": notes} if notes else {}),
         }
+        if scale != 1:
+            record["loss_scale"] = scale
+        if notes:
+            record["notes"] = notes
+        more = {**self.placement.taken, **load.record(self.tokens_per_step)}
+        return cast(StepRecord, record | more | told_by_source(self.batches, step, stats[6:]))
 
     def _update(
         self, step: int, sums: dict[str, torch.Tensor], lr: float, scale: float

@@ -10,9 +10,9 @@ Hazard. What other programs take later is not foreseen.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.host_memory import available_memory, whole_memory
@@ -28,7 +28,7 @@ def kept_behind(found: object, known: set[int]) -> int:
     return sum(size for address, size in sizes.items() if address not in known)
 
 
-def roots_of(found: object) -> list[object]:
+def roots_of(found: object) -> list[Node | None]:
     """The nodes of all tensors in what a module took or gave."""
     if isinstance(found, torch.Tensor):
         return [found.grad_fn]
@@ -40,7 +40,7 @@ def roots_of(found: object) -> list[object]:
     return [node for each in values if isinstance(each, torch.Tensor) for node in roots_of(each)]
 
 
-def saved_behind(nodes: list[Any], seen: set[Any]) -> Iterator[torch.Tensor]:
+def saved_behind(nodes: list[Node | None], seen: set[Node]) -> Iterator[torch.Tensor]:
     """All that the nodes behind these saved, without those that were seen before; they are from now on."""
     waiting = list(nodes)
     while waiting:

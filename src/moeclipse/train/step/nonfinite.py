@@ -28,7 +28,7 @@ All other types have the range of float32 and get 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -122,7 +122,7 @@ def outputs_watched(model: nn.Module) -> Iterator[list[tuple[int, str]]]:
     found: list[tuple[int, str]] = []
     calls = 0
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
         def look(module: nn.Module, _args: object, out: object) -> None:
             nonlocal calls
             calls += 1
@@ -176,10 +176,10 @@ class LossScale:
         self.value /= 2
         return True
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         return {"value": self.value, "good_steps": self.good_steps}
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
+    def load_state(self, state: Mapping[str, float] | None) -> None:
         """Go on where a run stopped; a factor that is given stays what it is."""
         if self.dynamic and state is not None:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

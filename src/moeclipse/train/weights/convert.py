@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -50,7 +49,7 @@ from moeclipse.model.lora_config import is_adapter
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.checkpoints.disk import DISK, Disk
 from moeclipse.train.checkpoints.folder import INDEX, MANIFEST
-from moeclipse.train.checkpoints.manifest import build_index, encode_manifest
+from moeclipse.train.checkpoints.manifest import HfState, build_index, encode_manifest
 from moeclipse.train.checkpoints.shard import DTYPES, Piece, Shard
 from moeclipse.train.weights.base import DecodedWeights
 from moeclipse.train.weights.lora import MergedWeights
@@ -75,8 +74,7 @@ class Converted:
     """Files that an earlier attempt had written."""
 
 
-def hf_state(folder: HfFolder) -> dict[str, object]:
-    """What a checkpoint must know to become a folder again, JSON-able."""
+def hf_state(folder: HfFolder) -> HfState:
     kinds = Counter(found.dtype for found in folder.stored.values())
     usual = kinds.most_common(1)[0][0]
     others = {key: found.dtype for key, found in folder.stored.items() if found.dtype != usual}
@@ -246,7 +244,7 @@ def to_hf(
     )
 
 
-def told_of_scratch(found: FoundModel, checkpoint: Checkpoint, family: str) -> dict[str, Any]:
+def told_of_scratch(found: FoundModel, checkpoint: Checkpoint, family: str) -> HfState:
     """What `hf_state` would say of a model that never was a folder."""
     shapes, ends = found.shapes, sorted(found.ends)
     context = found.context or found.segment
@@ -284,7 +282,7 @@ def check_tensors(
         raise CheckpointError(f"checkpoint {checkpoint.path}: {name} {why} in a model of this family")
 
 
-def small_parts(config: Mapping[str, Any], dtype: str, origin: Path) -> dict[str, bytes]:
+def small_parts(config: Mapping[str, object], dtype: str, origin: Path) -> dict[str, bytes]:
     """config.json, with the type of the weights, and the tokenizer."""
     tree = dict(config)
     if dtype != "keep":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.hf.config_file import is_model_folder
 from moeclipse.hf.read import contradictions, read_config
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
+from moeclipse.train.checkpoints.manifest import RunState
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.fingerprint import differences, fingerprint_of, in_present_terms
 from moeclipse.train.ranks import Ranks
@@ -58,7 +58,7 @@ def open_weights(path: str, ranks: Ranks) -> Checkpoint:
     return found.checkpoint
 
 
-def other_shape(state: Mapping[str, Any], config: TrainConfig, path: str) -> Iterator[str]:
+def other_shape(state: RunState, config: TrainConfig, path: str) -> Iterator[str]:
     """Where the model differs from the one whose weights these are."""
     if "fingerprint" in state:
         expected = fingerprint_of(config, torch.float32)
@@ -69,7 +69,7 @@ def other_shape(state: Mapping[str, Any], config: TrainConfig, path: str) -> Ite
         for fingerprint in (expected, stored):  # weights are taken as they are, whatever they began from
             fingerprint["model"] = {**fingerprint["model"], **free}
         yield from differences(stored, expected)
-    elif isinstance(state.get("hf"), Mapping):
-        yield from contradictions(read_config(state["hf"]["config"], path).values, config, path)
+    elif isinstance(told := state.get("hf"), Mapping):
+        yield from contradictions(read_config(told["config"], path).values, config, path)
     else:
         yield "its state does not say what model it belongs to; it was saved by another program"

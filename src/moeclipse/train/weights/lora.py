@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -24,6 +23,7 @@ from moeclipse.hf.read import read_config
 from moeclipse.model.lora_config import ADAPTER, LoraConfig, is_adapter
 from moeclipse.ops.precision import WIDE
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
+from moeclipse.train.checkpoints.manifest import RunState
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import Readable
 from moeclipse.train.optim.column_shards import ColumnShard
@@ -67,7 +67,7 @@ class Adapted:
         return self.base.read(name, start, stop)
 
 
-def lora_of(state: Mapping[str, Any]) -> LoraConfig:
+def lora_of(state: RunState) -> LoraConfig:
     """The adapters of a checkpoint; rank 0: it has none."""
     told = (state.get("fingerprint") or {}).get("lora")
     if not told:

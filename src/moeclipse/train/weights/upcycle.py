@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import key_of, normal
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
+from moeclipse.train.checkpoints.manifest import RunState
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.fingerprint import differences, fingerprint_of, in_present_terms
 from moeclipse.train.optim.adamw import Readable
@@ -157,9 +157,7 @@ def of_checkpoint(checkpoint: Checkpoint, config: TrainConfig) -> DenseSource:
     return DenseSource(weights=checkpoint, shape=shape, differences=tuple(lines))
 
 
-def dense_shape(
-    state: Mapping[str, Any], config: TrainConfig, path: str | Path
-) -> tuple[ModelConfig, list[str]]:
+def dense_shape(state: RunState, config: TrainConfig, path: str | Path) -> tuple[ModelConfig, list[str]]:
     """(the dense model of a checkpoint with this state, where that differs from the run's)."""
     if "fingerprint" not in state:
         raise CheckpointError(f"{path} holds no run's model; upcycle a dense run, or a Hugging Face folder")
@@ -167,7 +165,7 @@ def dense_shape(
     stored = in_present_terms(state["fingerprint"], expected, TrainConfig())
     left_out = (*FREE, "dtype", "init_std")
 
-    def kept(model: Mapping[str, Any]) -> dict[str, Any]:
+    def kept(model: Mapping[str, object]) -> dict[str, object]:
         return {key: value for key, value in model.items() if key not in left_out}
 
     told = {f"model.{key}": value for key, value in stored["model"].items() if key in FREE}
