@@ -88,7 +88,7 @@ def measure(mesh: Mesh, preset: str, changes: dict[str, Any], rounds: int) -> di
         times.append(1e3 * (time.perf_counter() - before))
     with counted() as found:
         learner.step(WARM + rounds)
-    graphs = learner.one_by_one.graphs
+    graphs = learner.sequential.graphs
     return {
         "step_ms": statistics.median(times[WARM:]),
         "launches": found.number,

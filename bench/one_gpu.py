@@ -119,7 +119,7 @@ def train(way: str, steps: int, device_gb: float, smoke: bool) -> dict[str, Any]
         "predicted_ms": 1e3 * foreseen.step_s,
         "predicted_gib": foreseen.peak / GIB,
         "losses": [record["loss"] for record in records],
-        "notes": learner.one_by_one.notes,
+        "notes": learner.sequential.notes,
     }
 
 

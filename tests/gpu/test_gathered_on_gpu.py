@@ -55,7 +55,7 @@ def curve(mesh: Mesh, configs: dict[str, TrainConfig]) -> dict[str, tuple[list[f
     for name, config in configs.items():
         learner = Learner(config, mesh)
         losses = [float(learner.step(step)["loss"]) for step in range(STEPS)]
-        graphs = learner.one_by_one.graphs
+        graphs = learner.sequential.graphs
         found[name] = (losses, 0 if graphs is None else len(graphs._graphs), graphs.refused if graphs else "")
     return found
 

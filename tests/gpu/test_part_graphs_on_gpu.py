@@ -45,10 +45,10 @@ def launches_of(learner: Learner) -> tuple[int, int]:
 def trained(mesh: Mesh, graphs: str, **changes: Any) -> tuple[Learner, list[Any]]:
     learner = Learner(with_values(TrainConfig(), {**DENSE_FIRST, **changes, "run.graphs": graphs}), mesh)
     if graphs != "off" and mesh.num_ranks == 1:  # where whole microbatches would be captured
-        one_by_one = learner.one_by_one
-        one_by_one.graphs = None
+        sequential = learner.sequential
+        sequential.graphs = None
         layers = learner.model.all_layers
-        one_by_one.parts = PartGraphs(layers, PartCapture(mesh.device), mesh.recorder)
+        sequential.parts = PartGraphs(layers, PartCapture(mesh.device), mesh.recorder)
     records = [learner.step(step) for step in range(WARM_STEPS + 4)]
     found: list[Any] = [(record["loss"], record["grad_norm"], record["load"]) for record in records]
     return learner, [*found, [float(bucket.params.double().sum()) for bucket in learner.buckets]]
@@ -60,7 +60,7 @@ def both(mesh: Mesh, changes: dict[str, Any]) -> dict[str, Any]:
         without, plain = trained(mesh, "off", **changes)
     finally:
         torch.use_deterministic_algorithms(False)
-    parts = with_.one_by_one.parts
+    parts = with_.sequential.parts
     assert parts is not None
     assert without.graphs is None
     return {
@@ -102,15 +102,15 @@ def kept(mesh: Mesh, accumulate: int) -> tuple[int, int]:
     batch = {"optim.accumulate": accumulate, "data.batch_size": 8 * accumulate}
     config = with_values(TrainConfig(), {**SMALL, **sizes, **batch})
     learner = Learner(config, mesh)
-    one_by_one = learner.one_by_one
-    one_by_one.graphs = None
-    one_by_one.parts = PartGraphs(learner.model.all_layers, PartCapture(mesh.device), mesh.recorder)
+    sequential = learner.sequential
+    sequential.graphs = None
+    sequential.parts = PartGraphs(learner.model.all_layers, PartCapture(mesh.device), mesh.recorder)
     found = []
     for step in range(WARM_STEPS + 3):
         learner.step(step)
         torch.cuda.synchronize()
         found.append(torch.cuda.memory_allocated())
-    assert not one_by_one.parts.refused
+    assert not sequential.parts.refused
     return found[-1] - found[WARM_STEPS - 1], 8 * 512 * config.model.d_model * learner.model.dtype.itemsize
 
 

@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     Mutant(
         "moe/tune/cut_choice.py",
-        "use = self.use if self.trials is None else self.trials.unseen",
+        "use = self.use if self.trials is None else self.trials.without_times",
         "use = self.use",
         "moe/tune/test_exchange_policy.py::test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction",
         "a run saved amid its trials keeps the candidate at hand",

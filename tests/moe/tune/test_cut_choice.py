@@ -34,7 +34,7 @@ def run(trials: Trials, seconds: dict[int, float], backward: bool = True) -> int
     return count
 
 
-def test_the_fastest_of_the_best_predicted_stays() -> None:
+def test_the_fastest_of_the_without_times_stays() -> None:
     trials = Trials(RANKED, cuda=False)
     assert run(trials, {1: 5.0, 2: 3.0, 4: 4.0, 8: 6.0}) == TRIED * CALLS  # the fifth is not worth a try
     chosen = trials.choose(lambda mine: [mine, mine])
@@ -75,7 +75,7 @@ def test_the_plain_exchange_is_tried_in_any_case_and_left_only_for_what_is_faste
         trials = Trials(ranked, cuda=False, careful=True)
         assert PLAIN in trials.candidates
         assert len(trials.candidates) == min(TRIED, len(ranked))
-        assert trials.unseen == PLAIN
+        assert trials.without_times == PLAIN
         run(trials, seconds | {8: 9.0})
         assert trials.choose(lambda mine: [mine, mine]).chunks == 2
         assert trials.over_plain == pytest.approx(5 / 3)

@@ -269,7 +269,7 @@ def nothing_changes_by_inf(mesh: Mesh) -> None:
     before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
     assert learner.by_layer is not None
     judge = learner.by_layer.judge
-    learner.one_by_one.judge = lambda loss: judge(torch.full_like(loss, math.inf))
+    learner.sequential.judge = lambda loss: judge(torch.full_like(loss, math.inf))
     learner.step(0)
     for name, p in learner.model.named_parameters():
         assert torch.equal(p, before[name]), name

@@ -47,7 +47,7 @@ class PlayedCapture:
     def written(self) -> list[torch.Tensor]:
         learner = self.learner
         return [
-            learner.one_by_one.sums,
+            learner.sequential.sums,
             *(b.grads for b in learner.buckets),
             *(one.load_E for one in learner.layers),
         ]
@@ -86,8 +86,8 @@ class Played:
 
 def with_graphs(learner: Learner) -> PlayedCapture:
     capture = PlayedCapture(learner)
-    learner.one_by_one.graphs = MicrobatchGraphs(
-        learner.one_by_one.replayed, capture.states, capture, learner.mesh.recorder
+    learner.sequential.graphs = MicrobatchGraphs(
+        learner.sequential.replayed, capture.states, capture, learner.mesh.recorder
     )
     return capture
 

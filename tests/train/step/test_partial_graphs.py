@@ -74,8 +74,8 @@ class UnheardPlayed(Played):
 
 
 def with_parts(learner: Learner) -> PlayedParts:
-    capture, one_by_one = PlayedParts(learner), learner.one_by_one
-    one_by_one.parts = PartGraphs(learner.model.all_layers, capture, learner.mesh.recorder)
+    capture, sequential = PlayedParts(learner), learner.sequential
+    sequential.parts = PartGraphs(learner.model.all_layers, capture, learner.mesh.recorder)
     return capture
 
 

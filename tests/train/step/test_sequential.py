@@ -22,7 +22,7 @@ def cut_into(mesh: Mesh, accumulate: int, scale: float) -> tuple[torch.Tensor, t
     """(sums, all gradients, buckets that left before the end)."""
     learner = Learner(with_values(TrainConfig(), {**EVEN, "optim.accumulate": accumulate}), mesh)
     learner.buckets.zero()
-    sums = learner.one_by_one.run(0, scale)
+    sums = learner.sequential.run(0, scale)
     early = learner.buckets._next
     learner.buckets.finish()
     return sums, torch.cat([bucket.reduced() for bucket in learner.buckets]), early

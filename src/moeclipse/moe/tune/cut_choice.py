@@ -189,7 +189,7 @@ class CutChoice:
 
     def state(self) -> CutState:
         """Amid trials what stays without them."""
-        use = self.use if self.trials is None else self.trials.unseen
+        use = self.use if self.trials is None else self.trials.without_times
         return {"groups": use.groups, "chunks": use.chunks, "units": use.units}
 
     def load_state(self, state: CutState) -> bool:
@@ -250,7 +250,7 @@ class Trials:
         self._calls = 0
 
     @property
-    def unseen(self) -> Granularity:
+    def without_times(self) -> Granularity:
         """What stays as long as no times are known."""
         plain = (one for one in self.candidates if one.plain)
         return next(plain, self.candidates[0]) if self.careful else self.candidates[0]
@@ -281,13 +281,13 @@ class Trials:
         scatter = statistics.median(watch.scatter() for watch in self.watches)
         *columns, scatters = zip(*tell([*mine, scatter]), strict=True)
         if any(min(column) < 0 for column in columns):
-            return self.unseen
+            return self.without_times
         slowest = [max(column) for column in columns]
         self.scatter = scatter = max(scatters)
         seconds = dict(zip(self.candidates, slowest, strict=True))
         fewest = {one: (one.num_units, seconds[one]) for one in self.candidates}
         near = {one: (1 + self._about(one, scatter)) * min(slowest) for one in self.candidates}
-        wins = Auto(costs=fewest, plain=self.unseen, wins=lambda one: seconds[one] <= near[one])
+        wins = Auto(costs=fewest, plain=self.without_times, wins=lambda one: seconds[one] <= near[one])
         chosen = wins.choice
         plain = [seconds[one] for one in self.candidates if one.plain]
         self.over_plain = plain[0] / seconds[chosen] if plain else None

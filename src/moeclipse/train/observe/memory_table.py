@@ -130,7 +130,7 @@ def watched(learner: Learner) -> MemoryTable:
     """The table of a run that begins; layers by their number in the model."""
     layers = [(f"layer {number}", layer) for number, layer in learner.model.layers.items()]
     table = MemoryTable(learner.optim, layers, by_autograd=learner.pipelined is None, inputs=learner.inputs)
-    learner.one_by_one.counting = table.counting
+    learner.sequential.counting = table.counting
     return table
 
 

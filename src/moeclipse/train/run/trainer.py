@@ -206,7 +206,7 @@ class Run:
         self.observer.start(self._info(learner, start))
         chosen += [*learner.experts_do, *weights_told(learner.model, config.lora)]
         chosen += [] if learner.evaluation is None else learner.evaluation.notes
-        for note in (*chosen, *learner.samples.notes, *learner.optim.notes, *learner.one_by_one.notes):
+        for note in (*chosen, *learner.samples.notes, *learner.optim.notes, *learner.sequential.notes):
             self.observer.note(note)
         best = BestCheckpoint(self.checkpoints, self.mesh, start)
         self.records = Records(learner, metrics, self.observer.note, self._speed)

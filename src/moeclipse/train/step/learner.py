@@ -68,7 +68,7 @@ from moeclipse.train.step.host_inputs import HostInputs, host_inputs_of
 from moeclipse.train.step.integrity import Integrity
 from moeclipse.train.step.nonfinite import Accident, BadSteps, LossScale, look_again
 from moeclipse.train.step.pipelined import Pipelined
-from moeclipse.train.step.sequential import OneByOne
+from moeclipse.train.step.sequential import SequentialStep
 
 
 class Learner(CheckpointedState):
@@ -113,14 +113,14 @@ class Learner(CheckpointedState):
             and not (config.model.memory and mesh.tp > 1)
         ):
             mesh.recorder.ledger = ledger_of(self.program(), mesh)
-        self.one_by_one = OneByOne(config, mesh, self.model, self.buckets, self.batches)
+        self.sequential = SequentialStep(config, mesh, self.model, self.buckets, self.batches)
         """Used where there is no pipeline."""
         self._follow_program(later)
-        self.one_by_one.notes[:0] = notes
+        self.sequential.notes[:0] = notes
         self.by_layer: LayerClip | None = None
         if config.optim.clip == "layer":
             self.by_layer = LayerClip(self.optim, config.model.num_layers, in_backward=in_backward)
-            self.one_by_one.judge = self.by_layer.judge
+            self.sequential.judge = self.by_layer.judge
             if self.pipelined is not None:
                 self.by_layer.ask = self.pipelined.loss_so_far
         self.placement.bind(self.optim)
@@ -184,8 +184,8 @@ class Learner(CheckpointedState):
                 self.grads = self.optim.grads = host_grads_of(*given)
             self.optim.deferred = DeferredUpdates(self.optim, first_layers(program))
             self.optim.deferred.watch(self.model)
-            if self.one_by_one.graphs is not None:
-                self.one_by_one.graphs.first_eagerly = True
+            if self.sequential.graphs is not None:
+                self.sequential.graphs.first_eagerly = True
 
     def _make_buckets(self) -> Buckets:
         optim = self.config.optim
@@ -206,7 +206,7 @@ class Learner(CheckpointedState):
     @property
     def graphs(self) -> Graphs | None:
         """Microbatches or parts of them as CUDA graphs, where they are."""
-        return self.one_by_one.graphs or self.one_by_one.parts
+        return self.sequential.graphs or self.sequential.parts
 
     @property
     def tokens_per_step(self) -> int:
@@ -241,7 +241,7 @@ class Learner(CheckpointedState):
             memory_state.begin_step(self.memories, self.batches.continues(step))
         zero_all([layer.load_E for layer in self.layers])
         if self.pipelined is None:
-            sums = self.one_by_one.run(step, self.loss_scale.value)
+            sums = self.sequential.run(step, self.loss_scale.value)
         else:
             with recorder.compute("program"):
                 sums = self.pipelined.run(step, self.loss_scale.value)
@@ -284,7 +284,7 @@ class Learner(CheckpointedState):
         with recorder.compute("update"):
             lr, scale = self.lr(step), self.loss_scale.value
             rows, load, told = self._update(step, sums, lr, scale)
-            self.one_by_one.check()
+            self.sequential.check()
             stats = [sum(column) for column in zip(*rows, strict=True)]
             loss = stats[0] / self.batches.counted(step)
             norm = math.sqrt(stats[3]) / scale if stats[3] >= 0 else math.nan
@@ -298,7 +298,7 @@ class Learner(CheckpointedState):
                 load.rebalance(self.adapting)
                 self.loads.add(step, load)
             with recorder.apart("between two steps"):
-                notes = self._doubt(step, loss, [row[0] for row in rows], tries) if skipped else told
+                notes = self._recheck(step, loss, [row[0] for row in rows], tries) if skipped else told
                 notes += self._between(step, skipped)
         step_ms = self._end_step(step)
         if not self.loss_scale.after_step(loss, norm):
@@ -382,7 +382,7 @@ class Learner(CheckpointedState):
         self.integrity.remember(step + 1)
         return notes
 
-    def _doubt(self, step: int, loss: float, losses: list[float], tries: int) -> list[str]:
+    def _recheck(self, step: int, loss: float, losses: list[float], tries: int) -> list[str]:
         """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask.
 
         Raises Accident where it did not go wrong again and another try is left.

@@ -32,7 +32,7 @@ def gathering(model: Transformer) -> list[TokenGather]:
     return [layer.wire() for _, layer in moe_layers(model) if layer.gathers]
 
 
-class OneByOne:
+class SequentialStep:
     """Runs them on this rank."""
 
     def __init__(
