@@ -40,7 +40,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 GRAPHS = ("one", "gathered")
 """What a run captures, too."""
-WARM = 3
+WARM, DEADLINE_S = 3, 60
+"""Seconds in which ranks stand still: then they say where."""
 BOUND = 2e-2
 """Of two orders of summing in bf16."""
 
@@ -59,7 +60,7 @@ def main() -> int:
     rows = []
     print(f"{'ranks':6}{'layer':9}" + "".join(f"{way:>18}" for way in given.ways))
     for ranks in given.ranks:
-        over: dict[str, Any] = {"device": "cuda", "backend": "nccl", "deadline_s": 300}
+        over: dict[str, Any] = {"device": "cuda", "backend": "nccl", "deadline_s": DEADLINE_S}
         for name in given.configs:
             found = run_ranks(ranks, measure, CONFIGS[name], given.ways, given.rounds, **over)
             ms = {way: max(one[way] for one in found) for way in given.ways}

@@ -51,7 +51,7 @@ FEWEST_MOVES = 8
 FEW_TRIES, CLEAN_TRIES, MOST_TRIES = 4_500_000, 1_500_000, 300
 """Of a search, times the square of its slots: work is counted, never timed, so that plans repeat."""
 NODES = 10
-"""Over nodes a search may try so much more: the wire between them is most of a step."""
+"""Over nodes a search of a large table may try so much more: the wire between them is most of a step."""
 MANY_LEAVE = 0.2
 """Part of all rows that might stay on their rank and do not: sets of ranks know nothing of wires."""
 POLISH_TRIES, LEAST_POLISH = 70_000, 30
@@ -237,7 +237,7 @@ def tries_for(slots_P: Sequence[int], tries: int) -> int:
 
 
 def tries_of(problem: PlanProblem, tries: int) -> int:
-    return tries_for(problem.tier, tries) * (NODES if problem.num_nodes > 1 else 1)
+    return tries_for(problem.tier, tries * (NODES if problem.num_nodes > 1 else 1))
 
 
 def few_moves(config: PlanConfig, problem: PlanProblem) -> Placement:
