@@ -428,6 +428,14 @@ median(compute_ms[other] for other in ranks)
         survived=True,
     ),
     Mutant(
+        "train/predict/host_share.py",
+        'if asked == "auto" and whole and later and config.optim.accumulate == 1:',
+        'if asked == "auto" and whole and later:',
+        "train/predict/test_host_share.py::test_gradients_on_the_host_leave_those_of_some_layers_and_are_priced",
+        "gradients leave that microbatches still add to",
+        "the second microbatch adds to those of another layer",
+    ),
+    Mutant(
         "train/optim/host_grads.py",
         "            self._left[number].get()\n\n    def sum",
         "            pass\n\n    def sum",

@@ -16,6 +16,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.host_share import (
     best_placing,
     buffer_bytes,
+    grads_open,
     placing,
     share_for,
     simulated,
@@ -160,6 +161,18 @@ def test_gradients_on_the_host_leave_those_of_some_layers_and_are_priced() -> No
     assert resident.peak - found.peak == pytest.approx(45 * each, rel=0.01), "all but those of three layers"
     assert found.step_s > 1.1 * resident.step_s, "a fourth of a step has two ways to hide"
     assert found.exposed_s > resident.exposed_s
+    assert resident.peak - found.peak == pytest.approx(found.grad_bytes, rel=0.01)
+    asked = with_values(stay, {"memory.place": "auto"})
+    given = (ONE, 112e9, device("h200"), torch.bfloat16)
+    found = best_placing(asked, *given)
+    assert found.fits
+    assert found.grad_bytes == pytest.approx(45 * each, rel=0.01)
+    assert f"and gradients, {found.grad_bytes / 1e9:.3g} GB," in found.line()
+    assert not best_placing(with_values(asked, {"memory.main_grad": "device"}), *given).fits
+    assert best_placing(asked, ONE, 400e9, *given[2:]).grad_bytes == 0
+    for closed in ({"optim.accumulate": 2}, {"optim.clip": "layer"}, {"memory.buffers": 48}):
+        assert best_placing(with_values(asked, closed), *given).grad_bytes == 0
+    assert grads_open(asked, (2, 1, 1)) == (False,)
 
 
 def chosen(mesh: Mesh) -> None:
@@ -173,7 +186,7 @@ def chosen(mesh: Mesh) -> None:
     assert share_for(TrainConfig(), mesh) == (TrainConfig(), 0.0, [])
     again = {"pipeline.recompute": "full", "model.num_layers": 12, "memory.device_gb": 1e-3}
     found, share, notes = share_for(with_values(config, again), mesh)
-    assert (found.memory.activations, share) == ("host", 1.0)
+    assert (found.memory.activations, found.memory.main_grad, share) == ("host", "host", 1.0)
     assert "and inputs of layers, " in notes[0]
     roomy = with_values(config, {**again, "memory.device_gb": 1e3})
     assert share_for(roomy, mesh)[0].memory.activations == "device"

@@ -33,8 +33,9 @@ class MemoryConfig:
     activations: Literal["auto", "device", "host"] = "auto"
     """Where inputs of layers that are recomputed whole lie until then; auto: on the host where place = "auto"
     finds that a step fits no other way."""
-    main_grad: Literal["device", "host"] = "device"
-    """Where gradients wait for the norm of all and for their updates under the next forward."""
+    main_grad: Literal["auto", "device", "host"] = "auto"
+    """Where gradients wait for the norm of all and for their updates under the next forward; auto: as for
+    activations."""
     buffers: int = 3
     """Where state visits the device for its update, there is room for so many large buckets, or layers; and
     for so many inputs of layers on either way."""

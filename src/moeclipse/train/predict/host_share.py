@@ -1,4 +1,4 @@
-"""What lies on the host, of optimizer state and inputs of layers: as little as lets the step fit.
+"""What lies on the host, of optimizer state, inputs of layers and gradients: as little as lets the step fit.
 
     peak      weights, gradients, state that stays, buffers, kept activations, what backward makes
     seconds   the run's own program with FETCH and STORE, simulated over the wire between host and device,
@@ -6,7 +6,8 @@
 
 Idea. For each recompute policy that is open, the smallest share of state that must leave for the peak to fit;
 of these the one whose simulated step is shortest. Where all fits, nothing leaves. Inputs of layers that are
-recomputed whole leave last, where nothing fits without: no microbatch is a CUDA graph then.
+recomputed whole, and gradients that wait for the norm of all, leave last, where nothing fits without: no
+microbatch is a CUDA graph then.
 
 Contract. Decided before anything is built, by all ranks alike, from the smallest memory among them; told in
 one line.
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -45,6 +48,7 @@ from moeclipse.train.predict.step_program import (
     input_buffers,
     input_bytes,
     leaving_inputs,
+    updates_in_next_forward,
 )
 from moeclipse.train.predict.step_sizes import cluster_costs, step_work
 from moeclipse.train.step.dtype import choose_dtype
@@ -68,7 +72,9 @@ class Placing:
     exposed_s: float
     """Of both ways, not under compute."""
     input_bytes: float = 0.0
-    """Inputs of layers on the host."""
+    """Inputs of layers on the host ..."""
+    grad_bytes: float = 0.0
+    """... and gradients."""
 
     @property
     def fits(self) -> bool:
@@ -80,6 +86,8 @@ class Placing:
         away = away if self.share else []
         if self.input_bytes:
             away.append(f"inputs of layers, {self.input_bytes / 1e9:.3g} GB,")
+        if self.grad_bytes:
+            away.append(f"gradients, {self.grad_bytes / 1e9:.3g} GB,")
         if not away:
             return f"memory: all state stays on the device, {room}"
         found = (
@@ -101,11 +109,13 @@ def share_for(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, float, list
         room = min(mesh.gather_objects(room))
     dtype = choose_dtype(config.model.dtype, mesh.device)
     found = best_placing(config, (mesh.dp, mesh.ep, mesh.tp), room, hardware_of(mesh.device), dtype)
-    return _with_inputs(config, found.input_bytes > 0), found.share, [found.line()]
+    return _with(config, found.input_bytes > 0, found.grad_bytes > 0), found.share, [found.line()]
 
 
-def _with_inputs(config: TrainConfig, on_host: bool) -> TrainConfig:
-    return with_values(config, {"memory.activations": "host" if on_host else "device"})
+def _with(config: TrainConfig, inputs: bool, grads: bool) -> TrainConfig:
+    """Whether they lie on the host."""
+    places = ("device", "host")
+    return with_values(config, {"memory.activations": places[inputs], "memory.main_grad": places[grads]})
 
 
 def hardware_of(there: torch.device) -> Device:
@@ -120,11 +130,13 @@ def best_placing(
     """Of all recompute policies that are open; `axes` are dp, ep and tp."""
     asked = config.pipeline.recompute
     levels: tuple[Again, ...] = LEVELS if asked == "auto" else (("off" if asked == "norms" else asked),)
-    ways = [_with_inputs(config, on_host) for on_host in inputs_open(config, axes)]
+    kinds = product(inputs_open(config, axes), grads_open(config, axes))
+    ways = [_with(config, *on_host) for on_host in kinds]
     found = [placing(way, axes, room, hardware, dtype, level) for level in levels for way in ways]
 
-    def rank(one: Placing) -> tuple[bool, bool, float]:
-        return (False, one.input_bytes > 0, one.step_s) if one.fits else (True, False, one.peak)
+    def rank(one: Placing) -> tuple[bool, int, float]:
+        more = (one.input_bytes > 0) + (one.grad_bytes > 0)
+        return (False, more, one.step_s) if one.fits else (True, 0, one.peak)
 
     return min(found, key=rank)
 
@@ -133,9 +145,21 @@ def inputs_open(config: TrainConfig, axes: tuple[int, int, int]) -> Sequence[boo
     """Whether inputs of layers may lie on the host."""
     asked = config.memory.activations
     wrong = list(activation_problems(config.pipeline, config.model))
-    if asked == "device" or wrong or not leaving_inputs(_with_inputs(config, True), axes):
+    if asked == "device" or wrong or not leaving_inputs(_with(config, True, False), axes):
         return (False,)
     return (True,) if asked == "host" else (False, True)
+
+
+def grads_open(config: TrainConfig, axes: tuple[int, int, int]) -> Sequence[bool]:
+    """Whether gradients may; where not all is trained, whoever wants that says so."""
+    asked, model = config.memory.main_grad, config.model
+    dense = sum(map(model.is_dense, range(model.num_layers)))
+    alike = max(dense, model.num_layers - dense) > config.memory.buffers
+    whole = alike and not (config.lora.rank or config.optim.frozen)
+    later = updates_in_next_forward(_with(config, False, True), prod(axes), config.parallel.pp)
+    if asked == "auto" and whole and later and config.optim.accumulate == 1:
+        return (False, True)
+    return (asked == "host",)
 
 
 def placing(
@@ -161,6 +185,7 @@ def placing(
     inputs = num_inputs(config, axes) * input_bytes(config, axes, float(dtype.itemsize))
     times = simulated(with_values(config, {"pipeline.recompute": again}), axes, hardware, dtype, share)
     link = host_link(config)
+    grads = grads_away(config, axes, dtype)
     return Placing(
         share=share,
         again=again,
@@ -168,8 +193,11 @@ def placing(
         room=room,
         host_bytes=leaves,
         step_s=times.step,
-        copies_s=link.seconds(leaves + inputs * (1 if by_layers(config) else config.optim.accumulate)),
-        exposed_s=times.exposed if leaves + inputs else 0.0,
+        grad_bytes=grads,
+        copies_s=link.seconds(
+            leaves + grads + inputs * (1 if by_layers(config) else config.optim.accumulate)
+        ),
+        exposed_s=times.exposed if leaves + inputs + grads else 0.0,
         input_bytes=inputs,
     )
 
@@ -212,6 +240,17 @@ def _sizes(config: TrainConfig) -> ModelSizes:
 def num_inputs(config: TrainConfig, axes: tuple[int, int, int]) -> int:
     """That lie on the host at a time."""
     return len(leaving_inputs(config, axes)) * (config.optim.accumulate if by_layers(config) else 1)
+
+
+def grads_away(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """Bytes of gradients on the host."""
+    if config.memory.main_grad != "host":
+        return 0.0
+    sizes, turns = _sizes(config), grads_take_turns(config, prod(axes), 1)
+    layers = range(config.model.num_layers)
+    trained = sum(sizes.trained_dense(layer) + sizes.trained_experts(layer) for layer in layers)
+    part = max(1 - turns / config.model.num_layers, 0.0)
+    return part * trained * summed_type(config.optim.main_grad, dtype).itemsize
 
 
 def buffer_bytes(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:
