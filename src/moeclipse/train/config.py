@@ -382,6 +382,8 @@ def layout_problems(config: TrainConfig, num_ranks: int) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
+    if config.memory.main_grad == "host" and num_ranks > 1:
+        yield f"memory.main_grad = 'host' needs one rank, not {num_ranks}; set it to 'device', or --ranks 1"
     if config.parallel.ep == "auto":
         known = set(problems_of(config))
         settled = with_values(config, {"parallel.ep": ep})

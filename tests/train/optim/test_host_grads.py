@@ -14,7 +14,7 @@ from moeclipse.core.config import problems_of, with_values
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
-from moeclipse.train.config import TrainConfig
+from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.observe.memory_table import MemoryTable
 from moeclipse.train.step.learner import Learner
 
@@ -261,7 +261,8 @@ def test_on_several_ranks_they_stay() -> None:
     ],
 )
 def test_what_cannot_be_right_is_said(changes: dict[str, Any], words: str) -> None:
-    assert not list(problems_of(config_of(HOST)))
+    assert not [*problems_of(config_of(HOST)), *layout_problems(config_of(HOST), 1)]
+    assert "needs one rank, not 4" in next(layout_problems(config_of(HOST), 4))
     assert [text for text in problems_of(config_of(HOST, changes)) if words in text]
 
 
