@@ -49,3 +49,11 @@ def test_keys_of_the_other_attention_do_not_matter() -> None:
 def test_rotary_position_turns_the_components_it_is_given() -> None:
     assert MODEL.rope_width == MODEL.head_dim
     assert MLA.rope_width == MLA.qk_rope_head_dim
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 10**15])
+def test_kinds_of_layers_are_known_without_a_look_at_each(layers: int) -> None:
+    """A number of layers that nobody can have is refused, after checks that ask for kinds."""
+    mixed = replace(MODEL, num_layers=layers, mixers=("gated_delta", "attention", "gated_delta"))
+    assert mixed.held_mixers == {mixed.mixer_of(layer) for layer in range(min(layers, 9))}
+    assert replace(mixed, mixers=()).held_mixers == {"attention"}

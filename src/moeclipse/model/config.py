@@ -204,7 +204,7 @@ class ModelConfig:
     @property
     def held_mixers(self) -> frozenset[Mixer]:
         """Kinds that layers have."""
-        return frozenset[Mixer](map(self.mixer_of, range(self.num_layers)))
+        return frozenset[Mixer](self.mixers[: self.num_layers] or ("attention",))
 
     def turns(self, layer: int) -> bool:
         """Whether it has rotary position."""
