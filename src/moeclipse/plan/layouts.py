@@ -189,8 +189,10 @@ def ladder_of(request: Request, layout: Layout) -> list[tuple[Again, bool]]:
     """
     asked, num_layers = request.terms.place.inputs, request.terms.model.num_layers
     found: list[tuple[Again, bool]] = []
-    if asked != "host":
-        found += [(again, False) for again in (("full",) if layout.schedule == "layers" else LADDER)]
+    if asked != "host" and layout.schedule == "layers":
+        found.append(("full", False))
+    elif asked != "host":
+        found += [(again, False) for again in LADDER]
     if asked != "device" and num_layers > 2 and layout.schedule in WEIGHTS_AT_ONCE:
         found.append(("full", True))
     return found
