@@ -192,7 +192,7 @@ def ladder_of(request: Request, layout: Layout) -> list[tuple[Again, bool]]:
     if asked != "host" and layout.schedule == "layers":
         found.append(("full", False))
     elif asked != "host":
-        found += [(again, False) for again in LADDER]
+        found.extend((again, False) for again in LADDER)
     if asked != "device" and num_layers > 2 and layout.schedule in WEIGHTS_AT_ONCE:
         found.append(("full", True))
     return found
