@@ -83,6 +83,15 @@ def test_what_travels_takes_time_only_where_it_is_not_hidden() -> None:
     assert two.step > 1.15 * alone.step  # behind the norm nothing hides them, but for the last stores
 
 
+@pytest.mark.parametrize(
+    "stages", [{"pipeline.layers": (20, 20, 8)}, {"pipeline.layers_per_virtual_stage": 16}]
+)
+def test_stages_of_several_ranks_are_one_on_one_rank(stages: dict[str, Any]) -> None:
+    h200 = device("h200")
+    found, plain = (simulated(big(**given), ONE, h200, torch.bfloat16, 0.5) for given in (stages, {}))
+    assert found == plain
+
+
 def test_bytes_are_those_of_a_learner() -> None:
     run_alone(bytes_of_a_learner)
 

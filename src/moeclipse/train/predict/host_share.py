@@ -276,9 +276,10 @@ class SteadyStep(NamedTuple):
 def simulated(
     config: TrainConfig, axes: tuple[int, int, int], hardware: Device, dtype: torch.dtype, share: float
 ) -> SteadyStep:
-    """The step with this share of state on the host."""
+    """The step with this share of state on the host, in one stage: there is one rank."""
     dp, ep, _ = axes
     prices = prices_of(config, axes, hardware, dtype)
+    config = with_values(config, {"pipeline.layers": (), "pipeline.layers_per_virtual_stage": "auto"})
     run = RunStep(config=config, dp=dp, ep=ep, costs=None, step_costs=prices, host_share=share)
     return one_of_many(run.answer("layers" if by_layers(config) else "1f1b"))
 
