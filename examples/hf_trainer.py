@@ -69,10 +69,8 @@ def main() -> None:
     if args.save:
         moeclipse.hf.save_pretrained(model, args.save)
     if mesh.rank == 0:
-        print(
-            *(f"step {row['step']} loss {row['loss']:.4f}" for row in trainer.state.log_history[:-1]),
-            sep="\n",
-        )
+        for row in trainer.state.log_history[:-1]:
+            print(f"step {row['step']} loss {row['loss']:.4f}")
     if ranks > 1:
         dist.destroy_process_group()
 
