@@ -27,19 +27,16 @@ ABROAD = (0.35, 0.6, 0.8, 1.0)
 
 
 def plan_two_level(counts_PE: np.ndarray, slots_P: Sequence[int], node_P: Sequence[int]) -> Placement:
-    nodes = sorted(set(node_P))
-    ranks_of = [[rank for rank, node in enumerate(node_P) if node == n] for n in nodes]
-    if len(nodes) == 1:
+    ranks_of, rows_NE = _by_node(counts_PE, node_P)
+    if len(ranks_of) == 1:
         return plan_wrap_fill(counts_PE.sum(0), slots_P)
-    rows_NE = np.stack([counts_PE[ranks].sum(0) for ranks in ranks_of]).astype(float)
     holds_NE = spread_over_nodes(rows_NE, [[slots_P[p] for p in ranks] for ranks in ranks_of])
     return _filled(rows_NE, holds_NE, ranks_of, slots_P, plan_wrap_fill)
 
 
 def tables_for_nodes(counts_PE: np.ndarray, slots_P: Sequence[int], node_P: Sequence[int]) -> list[Placement]:
     """From few experts on several nodes to as many as slots allow."""
-    ranks_of = [[rank for rank, node in enumerate(node_P) if node == n] for n in sorted(set(node_P))]
-    rows_NE = np.stack([counts_PE[ranks].sum(0) for ranks in ranks_of]).astype(float)
+    ranks_of, rows_NE = _by_node(counts_PE, node_P)
     slots_N = np.array([sum(min(slots_P[p], rows_NE.shape[1]) for p in ranks) for ranks in ranks_of])
     ranks_N = np.array([sum(slots_P[p] > 0 for p in ranks) for ranks in ranks_of])
     spare = int(slots_N.sum()) - rows_NE.shape[1]
@@ -47,6 +44,12 @@ def tables_for_nodes(counts_PE: np.ndarray, slots_P: Sequence[int], node_P: Sequ
         _filled(rows_NE, _placed(rows_NE, slots_N, ranks_N, number), ranks_of, slots_P, plan_greedy)
         for number in sorted({round(part * spare) for part in ABROAD} - {0})
     ]
+
+
+def _by_node(counts_PE: np.ndarray, node_P: Sequence[int]) -> tuple[list[list[int]], np.ndarray]:
+    """Ranks of each node, and the rows that it sends to each expert."""
+    ranks_of = [[rank for rank, node in enumerate(node_P) if node == n] for n in sorted(set(node_P))]
+    return ranks_of, np.stack([counts_PE[ranks].sum(0) for ranks in ranks_of]).astype(float)
 
 
 def _filled(

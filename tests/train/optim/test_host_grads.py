@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import host_bed
 import pytest
 import torch
+from host_bed import without_memory
 from test_host_states import given_back
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.config import problems_of, with_values
+from moeclipse.core.config import problems_of
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
@@ -18,25 +20,7 @@ from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.observe.memory_table import MemoryTable
 from moeclipse.train.step.learner import Learner
 
-SMALL: dict[str, Any] = {
-    "model.num_layers": 6,
-    "model.num_dense_layers": 1,
-    "model.d_model": 16,
-    "model.d_ff": 24,
-    "model.head_dim": 12,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "moe.num_experts": 4,
-    "moe.num_shared_experts": 1,
-    "moe.d_ff": 12,
-    "data.seq_len": 8,
-    "data.batch_size": 4,
-    "data.files": (str(Path(__file__).parents[1] / "text.txt"),),
-    "optim.lr": 1e-2,
-    "optim.clip_norm": 0.01,
-    "integrity.every": 0,
-    "run.steps": 20,
-}
+SMALL: dict[str, Any] = {**host_bed.SMALL, "model.num_layers": 6, "optim.clip_norm": 0.01}
 HOST = {"memory.main_grad": "host", "memory.buffers": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -59,14 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def config_of(*changes: dict[str, Any]) -> TrainConfig:
-    merged = dict(SMALL)
-    for one in changes:
-        merged |= one
-    return with_values(TrainConfig(), merged)
-
-
-def resident(how: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in how.items() if not key.startswith("memory.")}
+    return host_bed.merged(SMALL, *changes)
 
 
 def state_of(learner: Learner) -> dict[str, torch.Tensor]:
@@ -101,7 +78,7 @@ def trained(mesh: Mesh, config: TrainConfig, steps: int = 4) -> tuple[list[float
 def compared(mesh: Mesh, ways: tuple[str, ...]) -> None:
     for way in ways:
         how = WAYS[way]
-        losses, norms, stays = trained(mesh, config_of(resident(how)))
+        losses, norms, stays = trained(mesh, config_of(without_memory(how)))
         found, others, learner = trained(mesh, config_of(HOST, how))
         assert stays.grads is None
         assert learner.grads is not None, way
@@ -193,7 +170,7 @@ def interrupted(mesh: Mesh) -> None:
     """In the middle of forward or backward; the next step is that of a run that was not."""
     slow = {**HOST, "memory.copy_gb_s": 5e-4, "pipeline.recompute": "full"}
     for calls in (4, 9):  # of attention: in forward, and when a layer runs again
-        stays, learner = Learner(config_of(resident(slow)), mesh), Learner(config_of(slow), mesh)
+        stays, learner = Learner(config_of(without_memory(slow)), mesh), Learner(config_of(slow), mesh)
         assert learner.step(0)["loss"] == stays.step(0)["loss"]
         count = 0
 

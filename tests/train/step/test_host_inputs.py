@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
+import host_bed
 import pytest
 import torch
+from host_bed import without_memory
 from test_host_states import given_back
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.config import problems_of, with_values
+from moeclipse.core.config import problems_of
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.schedule.input_travel import InputKey
 from moeclipse.testing.run_ranks import run_alone, run_ranks
@@ -21,37 +22,16 @@ from moeclipse.train.observe.memory_table import MemoryTable, watched
 from moeclipse.train.step.learner import Learner
 
 SMALL: dict[str, Any] = {
+    **host_bed.SMALL,
     "model.num_layers": 5,
-    "model.num_dense_layers": 1,
-    "model.d_model": 16,
-    "model.d_ff": 24,
-    "model.head_dim": 12,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "moe.num_experts": 4,
-    "moe.num_shared_experts": 1,
-    "moe.d_ff": 12,
-    "data.seq_len": 8,
-    "data.batch_size": 4,
-    "data.files": (str(Path(__file__).parents[1] / "text.txt"),),
-    "optim.lr": 1e-2,
     "optim.bucket_mb": 0.01,
     "pipeline.recompute": "full",
-    "integrity.every": 0,
-    "run.steps": 20,
 }
 HOST = {"memory.activations": "host", "memory.buffers": 2}
 
 
 def config_of(*changes: dict[str, Any]) -> TrainConfig:
-    merged = dict(SMALL)
-    for one in changes:
-        merged |= one
-    return with_values(TrainConfig(), merged)
-
-
-def without_memory(changes: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in changes.items() if not key.startswith("memory.")}
+    return host_bed.merged(SMALL, *changes)
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
