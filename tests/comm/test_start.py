@@ -232,15 +232,32 @@ def test_our_deadline_speaks_before_torch_does() -> None:
     assert nccl_settings(1000.5)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "4004"
 
 
-def test_ranks_that_share_a_gpu_are_hosts_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gpu_are_hosts_to_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ways = {"pp": 1, "deadline_s": 60.0}
     for local, backend, shares in ((2, "nccl", False), (4, "nccl", True), (4, "auto", False)):
         place = RankPlace(rank=3, num_ranks=4, local_rank=3, local_ranks=local)
         settings = device_settings(place, backend=backend, **ways)  # type: ignore[arg-type]
         assert ("NCCL_HOSTID" in settings) == shares
-    assert shared_gpu_settings(3, 4)["NCCL_HOSTID"] == "rank-3"
-    monkeypatch.setenv(MPS, "/tmp/mps")
+    monkeypatch.delenv(MPS, raising=False)
+    monkeypatch.setattr("moeclipse.comm.start.MPS_DEFAULT", str(tmp_path / "default"))
+    assert shared_gpu_settings(3, 4) == {
+        "NCCL_HOSTID": "rank-3",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "where the driver looks"])
+def test_ranks_under_mps_share_its_queues(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool
+) -> None:
+    monkeypatch.delenv(MPS, raising=False)
+    if named:
+        monkeypatch.setenv(MPS, str(tmp_path))
+    else:
+        monkeypatch.setattr("moeclipse.comm.start.MPS_DEFAULT", str(tmp_path))
+    (tmp_path / "control").touch()
     assert shared_gpu_settings(3, 4)["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
 
 

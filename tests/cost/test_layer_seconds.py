@@ -36,6 +36,17 @@ def test_dispatch_is_in_eight_bits_and_combine_is_not() -> None:
     assert wide.dispatch() == wide.combine() == WORK.combine()
 
 
+def test_ranks_on_cpus_send_four_bytes_a_value() -> None:
+    cpu = replace(WORK, cluster=cluster("cpu"), dtype="bf16", ep=2)
+    wide = replace(cpu, cluster=replace(cpu.cluster, device=replace(cpu.cluster.device, name="h100")))
+    for sent in (MicrobatchWork.dispatch, MicrobatchWork.combine, lambda work: work.transfer(1)):
+        assert sent(cpu) == pytest.approx(2 * sent(wide), rel=0.02)
+    gathered = [replace(work, tp=2, ep=1).dense(0).F for work in (cpu, wide)]
+    apart = [replace(work, tp=2, ep=1, tensor_inside=False).dense(0).F for work in (cpu, wide)]
+    moved = [whole - rest for whole, rest in zip(gathered, apart, strict=True)]
+    assert moved[0] == pytest.approx(2 * moved[1], rel=0.02)
+
+
 def test_ranks_of_tp_share_products_and_gather_tokens() -> None:
     alone = MicrobatchWork(model=QWEN3_235B, cluster=cluster("h100"), tokens=4096, sequence=4096, ep=8)
     half = replace(alone, tp=2, ep=4)

@@ -6,6 +6,15 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "cost/layer_seconds.py",
+        '        return 4.0 if self.cluster.device.name == "cpu" else 2.0',
+        "        return 2.0",
+        "cost/test_layer_seconds.py::test_ranks_on_cpus_send_four_bytes_a_value",
+        "rows on CPUs have two bytes a value",
+        "plans for CPUs think exchanges half as long as they are",
+        survived=True,
+    ),
+    Mutant(
         "cost/model.py",
         "        share = (num_ranks - 1) / num_ranks\n",
         "        share = 1.0\n",

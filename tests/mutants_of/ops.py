@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "ops/expert_operators.py",
+        '    refuse_second_order("grouped_experts")\n',
+        "",
+        "ops/test_expert_operators.py::test_a_second_derivative_is_refused",
+        "the operator's gradient may be differentiated again",
+        "a gradient penalty lacks the experts' part, without a word",
+    ),
+    Mutant(
         "ops/launch.py",
         "            add(each.data_ptr() & 15)\n",
         "",

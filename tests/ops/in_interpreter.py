@@ -325,6 +325,10 @@ def check_pick() -> None:
     for shape in ((1,), (1030,), (13, 4)):
         values, index = torch.randn(50, 2)[:, 1], torch.randint(-1, 50, shape, dtype=torch.int32)
         report(f"pick {shape}", pick.pick_kernel(values, index), pick.pick_reference(values, index))
+        narrow, wide = values.bfloat16(), torch.float32
+        got = pick.pick_kernel(narrow, index, wide)
+        assert got.dtype == wide
+        report(f"pick {shape}, widened", got, pick.pick_reference(narrow, index, wide))
 
 
 def check_gate_losses() -> None:

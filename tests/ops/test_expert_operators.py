@@ -35,6 +35,16 @@ def test_torch_accepts_the_operators(bias: bool) -> None:
     torch.library.opcheck(expert_operators.grouped_experts, given)
 
 
+@apart
+def test_a_second_derivative_is_refused() -> None:
+    (x, scores, *weights), ids = arguments("geglu", bias=False)
+    given = (x, scores, ids, *weights, *[None] * 6, "geglu", 1.0)
+    out = expert_operators.grouped_experts(*given)[0]
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="grouped_experts was differentiated with create_graph=True"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
 @apart

@@ -75,6 +75,37 @@ def test_the_deadline_prints_every_rank_s_stack() -> None:
     assert "pytest" not in report, "what called a rank is nobody's question"
 
 
+def never_come(rank: int) -> None:
+    if rank == 1:
+        raise OSError("no device for me")
+
+
+def test_nobody_waits_for_a_rank_that_failed_before_it_met_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(harness, "START_S", 30.0)
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, wait_in_vain, deadline_s=600, before=never_come)
+    report = str(caught.value)
+    assert report.startswith("rank 1:\n"), "who failed by itself speaks first"
+    assert "OSError: no device for me" in report
+    assert "rank 0: CommError: rank 1 failed before it met the others" in report
+
+
+def fail_or_wait(mesh: Mesh) -> None:
+    if mesh.rank == 1:
+        raise ValueError("of rank 1 alone")
+    time.sleep(60)
+
+
+def test_behind_a_deadline_those_that_failed_speak_first() -> None:
+    with pytest.raises(AssertionError, match="did not finish within 3 s") as caught:
+        run_ranks(2, fail_or_wait, deadline_s=3)
+    report = str(caught.value)
+    assert 0 < report.find("ValueError: of rank 1 alone") < report.index("--- rank 0")
+    assert "in fail_or_wait" in report.partition("--- rank 0")[2], "where the other one stands"
+
+
 def compute(mesh: Mesh, seconds: float = 1.5) -> int:
     until, turns = time.monotonic() + seconds, 0
     while time.monotonic() < until:

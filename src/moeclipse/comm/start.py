@@ -35,7 +35,8 @@ from moeclipse.comm.watch.reach import own_address
 from moeclipse.core.errors import CommError, ConfigError
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-MPS = "CUDA_MPS_PIPE_DIRECTORY"
+MPS, MPS_DEFAULT = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
+"""Where its daemon listens; the driver looks there, too, where nothing is set."""
 SECRET = "MOECLIPSE_SECRET"
 """A secret of the run's own, where a launcher or a user hands one down."""
 Backend = Literal["auto", "nccl", "gloo"]
@@ -112,7 +113,8 @@ def shared_gpu_settings(rank: int, num_ranks: int) -> dict[str, str]:
 
     MPS has 96 hardware queues for all processes together: a fourth one with 32 would not start.
     """
-    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(min(32, 64 // num_ranks))} if MPS in os.environ else {}
+    mps = Path(os.environ.get(MPS, MPS_DEFAULT), "control").exists()
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(min(32, 64 // num_ranks))} if mps else {}
     return queues | {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 

@@ -101,6 +101,11 @@ class MicrobatchWork:
     def expert_ranks(self) -> int:
         return self.ep * self.tp
 
+    @cached_property
+    def value_bytes(self) -> float:
+        """Of an activation: ranks on CPUs compute in fp32."""
+        return 4.0 if self.cluster.device.name == "cpu" else 2.0
+
     def attention(self, layer: int) -> Seconds:
         m, k, T, tp = self.model, self.kernels, self.tokens, self.tp
         forward = backward = weights = 0.0
@@ -124,7 +129,7 @@ class MicrobatchWork:
         backward += k.attention(T, keys, heads, m.d_qk, m.d_v, backward=True)
         turned = T * heads * m.d_qk + T * m.kv_heads / tp * m.d_qk
         # rotary positions (and norms of heads) read and write; norms of the stream read two and write two
-        passes = 4.0 * turned * (2 if m.qk_norm else 1) + 16.0 * T / tp * m.d_model
+        passes = self.value_bytes * (2.0 * turned * (2 if m.qk_norm else 1) + 8.0 * T / tp * m.d_model)
         moved = self._tensor()
         forward += k.stream(passes) + 2 * moved + decoded
         backward += k.stream(1.5 * passes) + 2 * moved + decoded
@@ -156,8 +161,8 @@ class MicrobatchWork:
         rows = self.tokens / self.tp * m.experts.top_k * self.imbalance
         groups = max(m.experts.num_experts / self.expert_ranks, 1.0)
         D, up, down = m.d_model, m.up_width, m.expert_width
-        sort = k.stream(4.0 * rows * D)
-        act = k.stream(2.0 * rows * (up + down))
+        sort = k.stream(2 * self.value_bytes * rows * D)
+        act = k.stream(self.value_bytes * rows * (up + down))
         forward = k.grouped(rows, groups, up, D, self.dtype) + k.grouped(rows, groups, D, down, self.dtype)
         backward = k.grouped(rows, groups, D, up, self.dtype) + k.grouped(rows, groups, down, D, self.dtype)
         weights = k.grouped_weights(rows, groups, up, D, self.dtype)
@@ -177,10 +182,10 @@ class MicrobatchWork:
 
     def dispatch(self) -> float:
         """Rows to experts; in 8 bits where products are."""
-        return self._exchange(1.0 if self.dtype == "fp8" else 2.0)
+        return self._exchange(1.0 if self.dtype == "fp8" else self.value_bytes)
 
     def combine(self) -> float:
-        return self._exchange(2.0)
+        return self._exchange(self.value_bytes)
 
     def head(self) -> Seconds:
         m, k = self.model, self.kernels
@@ -193,11 +198,12 @@ class MicrobatchWork:
 
     def transfer(self, stride: int) -> float:
         """Activations of one stage to the next, whose ranks lie `stride` apart."""
-        return self.cluster.link_of(stride).seconds(2.0 * self.tokens / self.tp * self.model.d_model)
+        sent = self.value_bytes * self.tokens / self.tp * self.model.d_model
+        return self.cluster.link_of(stride).seconds(sent)
 
     def _block(self, rows: float, width: float) -> Seconds:
         k, D = self.kernels, self.model.d_model
-        act = k.stream(6.0 * rows * width)
+        act = k.stream(3 * self.value_bytes * rows * width)
         forward = k.product(rows, 2 * width, D, self.dtype) + k.product(rows, D, width, self.dtype)
         backward = k.product(rows, D, 2 * width, self.dtype) + k.product(rows, width, D, self.dtype)
         weights = k.product(2 * width, D, rows, self.dtype) + k.product(D, width, rows, self.dtype)
@@ -230,7 +236,7 @@ class MicrobatchWork:
         """One gather or scatter of a microbatch's tokens over tp."""
         if not self.tensor_inside:
             return 0.0
-        return self.cluster.collective(2.0 * self.tokens * self.model.d_model, self.tp)
+        return self.cluster.collective(self.value_bytes * self.tokens * self.model.d_model, self.tp)
 
     def _exchange(self, value_bytes: float) -> float:
         row = self.model.d_model * value_bytes

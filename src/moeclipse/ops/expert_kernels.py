@@ -53,7 +53,7 @@ def up_kernel(
     u = b = None
     if more is not None:
         u = _rows(more.rows_MR, block, tile)
-        b = _blocks(more.weight.unflatten(1, (2, F)), [1, 2, tile.n, block], tile)
+        b = _blocks(_halves(more.weight), [1, 2, tile.n, block], tile)
     h = x.new_empty(grouping.num_rows, 2 * F)
     a = x.new_empty(grouping.num_rows, F)
     num_tiles = _capacity(grouping) * -(-F // tile.n)
@@ -61,7 +61,7 @@ def up_kernel(
     launch(
         expert_forward.up_gated, (grid,),
         x if index_M is not None else _rows(x, tile.k, tile), index_M,
-        _blocks(up_EHD.unflatten(1, (2, F)), [1, 2, tile.n, tile.k], tile),
+        _blocks(_halves(up_EHD), [1, 2, tile.n, tile.k], tile),
         _plain(bias_EH), u, b,
         *(_written(each, tile.n, tile) for each in (h[:, :F], h[:, F:], a)),
         grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), x.stride(0), D, F,
@@ -220,6 +220,12 @@ def _blocks(operand: torch.Tensor, block: list[int], tile: Tile) -> Operand:
 def _rows(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
     """Rows as they lie, of which a tile reads so many columns at once."""
     return rows if tile.pointers else _blocks(rows, [tile.m, columns], tile)
+
+
+def _halves(weight_EHK: torch.Tensor) -> torch.Tensor:
+    """[E, 2, F, K]: `unflatten` is Python, and takes the host as long as a launch."""
+    E, H, K = weight_EHK.shape
+    return weight_EHK.view(E, 2, H // 2, K)
 
 
 def _written(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:

@@ -155,7 +155,7 @@ class DInner(NamedTuple):
 
 def in_row_order(scores_TK: torch.Tensor, grouping: Grouping) -> torch.Tensor:
     assert grouping.row_place_M is not None
-    return pick(scores_TK.flatten().to(WIDE[scores_TK.dtype]), grouping.row_place_M)
+    return pick(scores_TK.reshape(-1), grouping.row_place_M, WIDE[scores_TK.dtype])
 
 
 def forward(

@@ -23,12 +23,17 @@ def first_order(backward: Backward) -> Backward:
 
     @wraps(backward)
     def checked(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} was differentiated with create_graph=True, but its backward is once_differentiable: "
-                "rows cannot travel back a second time; leave Mixture-of-Experts layers out of second "
-                "derivatives (gradient penalties, torch.autograd.functional.hvp, hessian, jvp)"
-            )
+        refuse_second_order(name)
         return backward(ctx, *grads)
 
     return checked
+
+
+def refuse_second_order(name: str) -> None:
+    """Called inside of a backward."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} was differentiated with create_graph=True, but its backward is once_differentiable: "
+            "rows cannot travel back a second time; leave Mixture-of-Experts layers out of second "
+            "derivatives (gradient penalties, torch.autograd.functional.hvp, hessian, jvp)"
+        )

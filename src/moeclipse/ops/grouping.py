@@ -46,8 +46,6 @@ class Grouping:
     row_place_M: torch.Tensor | None = None
     place_row_TK: torch.Tensor | None = None
     """The inverse: of each pair its row, or -1."""
-    tables_2M: torch.Tensor | None = None
-    """row_place and row_token in one piece of memory, where they were made so."""
 
 
 def group_rows_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
@@ -122,8 +120,8 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
     counts_EB = torch.empty(num_experts, num_blocks, dtype=torch.int32, device=ids.device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     chunk = min(64, _power_of_two(num_experts))
-    tables = torch.empty(2, num_pairs, dtype=torch.int32, device=ids.device)
-    row_place, row_token = tables
+    row_place = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    row_token = torch.empty_like(row_place)
     launch(
         grouping.count_block, (num_blocks,),
         ids, counts_EB, row_place, row_token, num_pairs, num_experts, num_blocks, BLOCK=block, CHUNK=chunk,
@@ -146,7 +144,6 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
         row_token_M=row_token,
         row_place_M=row_place,
         place_row_TK=place_row,
-        tables_2M=tables,
     )
 
 
@@ -160,7 +157,7 @@ def group_few_kernel(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
     numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
     counts_E, offsets = torch.empty(num_experts, **numbers), torch.empty(num_experts + 1, **numbers)
     tiles, num_tiles = torch.empty(3, capacity, **numbers), torch.empty(1, **numbers)
-    row_place, row_token = torch.empty(2, num_pairs, **numbers)
+    row_place, row_token = torch.empty(num_pairs, **numbers), torch.empty(num_pairs, **numbers)
     place_row = torch.empty(num_tokens, top_k, **numbers)
     launch(
         grouping.group_few, (1,),

@@ -29,7 +29,6 @@ from moeclipse.schedule.shape import LayerShape, PipelineShape
 from moeclipse.schedule.whole_step import END_AXES, buckets_of, hosted_launch
 from moeclipse.sim.step_costs import COUNT_BYTES, GRADIENT_BYTES
 
-VALUE_BYTES = 2.0
 FORM = {Form.F: 0, Form.R: 0, Form.B: 1, Form.W: 2}
 """Which of `Seconds` a form takes; recompute is forward once more, or a part of it."""
 
@@ -56,7 +55,7 @@ class ClusterCosts:
     @property
     def value_bytes(self) -> float:
         """Of an activation, or of a weight."""
-        return 4.0 if self.cluster.device.name == "cpu" else VALUE_BYTES
+        return self.work.value_bytes
 
     @property
     def table_parameters(self) -> float:
@@ -151,7 +150,7 @@ class ClusterCosts:
             return 0.0
         if not launch.width:
             return self.cluster.collective(COUNT_BYTES * self.model.experts.num_experts * size, size, stride)
-        work, each = self._chunk(chunks), launch.width * VALUE_BYTES
+        work, each = self._chunk(chunks), launch.width * self.value_bytes
         if launch.axis == "experts":  # each tp rank sends for its part of the tokens
             return self.cluster.exchange(work.tokens / work.tp, each, self.model.experts, size)
         return self.cluster.collective(work.tokens * each, size, stride)
@@ -170,7 +169,7 @@ class ClusterCosts:
         if op.kind is kinds.BUCKET_UPDATE:
             owned = bucket.num_bytes / GRADIENT_BYTES / size
             return self.work.kernels.stream(self.update_bytes * owned)
-        share = VALUE_BYTES / GRADIENT_BYTES if op.kind is kinds.BUCKET_GATHER else 1.0
+        share = self.value_bytes / GRADIENT_BYTES if op.kind is kinds.BUCKET_GATHER else 1.0
         return self.cluster.collective(share * bucket.num_bytes, size, stride)
 
     @staticmethod

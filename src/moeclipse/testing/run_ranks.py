@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import signal
@@ -138,6 +139,7 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
     stacks = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open for the child's whole life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
+    met = False
     try:
         if before is not None:
             before(rank)
@@ -156,6 +158,7 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
             backend=backend,
         )
+        met = True
         ep = num_ranks // (axes["dp"] * axes["tp"] * axes["pp"])
         # Over NCCL a host can wait for ever; on CPU every wait has a deadline of its own.
         watchdog = Watchdog(watch, end=partial(_end, sender)) if backend == "nccl" else nullcontext()
@@ -174,17 +177,17 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             error.__traceback__.tb_next if error.__traceback__ else None
         )  # without the frame of this function
         outcome = (False, "".join(traceback.format_exception(type(error), error, own)))
-    _leave(sender, outcome)
+    _leave(sender, outcome, met)
 
 
 def _end(sender: Connection, error: CommError) -> None:
     _leave(sender, (False, f"{type(error).__name__}: {error}"))
 
 
-def _leave(sender: Connection, outcome: tuple[bool, Any]) -> None:
+def _leave(sender: Connection, outcome: tuple[bool, Any], met: bool = True) -> None:
     # By value: torch would otherwise pass tensors as file descriptors that die with this process.
     buffer = io.BytesIO()
-    torch.save(outcome, buffer)
+    torch.save((*outcome, met), buffer)
     sender.send_bytes(buffer.getvalue())
     sender.close()
     sys.stdout.flush()
@@ -197,21 +200,42 @@ def _collect(
 ) -> list[tuple[bool, Any]]:
     __tracebackhide__ = True
     patience = _Patience(ranks, deadline_s)
-    outcomes: list[tuple[bool, Any]] = []
-    for rank, (process, receiver) in enumerate(ranks):
-        while not receiver.poll(LOOK_S):
-            if patience.is_over():
-                raise AssertionError(_stacks(ranks, folder, deadline_s))
-        try:
-            outcomes.append(torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=True))
-        except EOFError:
-            process.join(5)
-            outcomes.append((False, f"rank {rank} ended with exit code {process.exitcode} and no result"))
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    rank_of: dict[object, int] = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    while waiting := [receiver for rank, (_, receiver) in enumerate(ranks) if rank not in outcomes]:
+        for receiver in multiprocessing.connection.wait(waiting, LOOK_S):
+            rank = rank_of[receiver]
+            outcomes[rank], met = _received(rank, *ranks[rank])
+            if not (outcomes[rank][0] or met):  # the others would wait for it as long as they may
+                return _given_up(ranks, outcomes)
+        if len(outcomes) < len(ranks) and patience.is_over():
+            raise AssertionError(_stacks(ranks, outcomes, folder, deadline_s))
     for process, _ in ranks:
         process.join(max(1.0, patience.left_s))
         if process.is_alive():
             process.kill()
-    return outcomes
+    return [outcomes[rank] for rank in range(len(ranks))]
+
+
+def _received(rank: int, process: BaseProcess, receiver: Connection) -> tuple[tuple[bool, Any], bool]:
+    """(its outcome, whether it had met the others)."""
+    try:
+        well, what, met = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=True)
+    except EOFError:
+        process.join(5)
+        return (False, f"rank {rank} ended with exit code {process.exitcode} and no result"), True
+    return (well, what), met
+
+
+def _given_up(
+    ranks: list[tuple[BaseProcess, Connection]], outcomes: dict[int, tuple[bool, Any]]
+) -> list[tuple[bool, Any]]:
+    """Those that still wait for a rank that never came are ended."""
+    failed = next(rank for rank, (well, _) in outcomes.items() if not well)
+    for rank, (process, _) in enumerate(ranks):
+        process.kill()
+        outcomes.setdefault(rank, (False, f"CommError: rank {failed} failed before it met the others"))
+    return [outcomes[rank] for rank in range(len(ranks))]
 
 
 class _Patience:
@@ -259,12 +283,19 @@ def _failures(outcomes: list[tuple[bool, Any]]) -> str:
     return "\n".join(first + [f"rank {rank}: {line}" for rank, line in told.items()])
 
 
-def _stacks(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline_s: float) -> str:
+def _stacks(
+    ranks: list[tuple[BaseProcess, Connection]],
+    outcomes: dict[int, tuple[bool, Any]],
+    folder: Path,
+    deadline_s: float,
+) -> str:
+    """Where each rank stands, behind what those say that have failed."""
     for process, _ in ranks:
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGUSR1)
     time.sleep(0.5)
     report = [f"the ranks did not finish within {deadline_s:g} s"]
+    report += [f"rank {rank}:\n{what}" for rank, (well, what) in outcomes.items() if not well]
     for rank, (process, _) in enumerate(ranks):
         stack = (folder / f"stack-{rank}").read_text() or "(ended)"
         # What called a forked rank is the parent's stack: pytest's, most of it.
