@@ -192,29 +192,29 @@ def append_line""",
         survived=True,
     ),
     Mutant(
-        "train/step/stragglers.py",
+        "train/observe/step_times.py",
         "before + 1 if slow else max(before - 2, 0)",
         "before + 1 if slow else 0",
-        "train/step/test_stragglers.py::test_a_rank_that_recovers_now_and_then_is_named",
+        "train/observe/test_stragglers.py::test_a_rank_that_recovers_now_and_then_is_named",
         "one quick step clears a slow rank",
         "a throttled GPU that recovers now and then is never named",
         survived=True,
     ),
     Mutant(
-        "train/step/stragglers.py",
+        "train/observe/step_times.py",
         """\
 median(compute_ms[other] for other in others)
             before""",
         """\
 median(compute_ms[other] for other in ranks)
             before""",
-        "train/step/test_stragglers.py::test_a_rank_is_held_against_the_others_alone",
+        "train/observe/test_stragglers.py::test_a_rank_is_held_against_the_others_alone",
         "a rank is held against itself, too",
         "of two ranks one must be two thirds slower to be named",
         survived=True,
     ),
     Mutant(
-        "train/step/nonfinite.py",
+        "train/step/results.py",
         "min(2 * self.value, MOST), 0",
         "2 * self.value, 0",
         "train/step/test_loss_scale.py::test_the_factor_does_not_grow_for_ever",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeclipse.ops.private_torch import raw_stream_function, zero_all
+from moeclipse.ops.private_torch import raw_stream_function
 
 
 def test_the_stream_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,10 +18,3 @@ def test_a_torch_without_cuda_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
     with pytest.raises(AttributeError):
         raw_stream_function()
-
-
-def test_zeros_in_many_tensors() -> None:
-    tensors = [torch.ones(3, dtype=torch.int64), torch.ones(2, 2), torch.ones(0)]
-    zero_all(tensors)
-    assert all((tensor == 0).all() for tensor in tensors)
-    zero_all([])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +215,14 @@ def deferred(mesh: Mesh, config: TrainConfig, late: bool) -> Pieces:
     learner = Learner(config, mesh)
     wgrads = learner.model.tp.wgrads
     if late:
-        submit, number = wgrads.submit, itertools.count()
+        number = itertools.count()
 
-        def defer(parameters: Any, work: Any) -> Any:
+        def defer(submit: Any, *given: Any, **how: Any) -> Any:
             with wgrads.deferred(microbatch=next(number)):
-                return submit(parameters, work)
+                return submit(*given, **how)
 
-        wgrads.submit = defer  # each product under a key of its own
+        for each in (wgrads.submit, wgrads.submit_linears):  # each product under a key of its own
+            setattr(wgrads, each.__name__, partial(defer, each))
         with pytest.raises(ScheduleError, match=r"never ran: .*\(microbatch 0, stage 0\)"):
             learner.backward(0)
         learner.buckets.arm()

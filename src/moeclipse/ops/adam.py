@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -53,21 +53,16 @@ class AdamStep:
     eps: float
     decay: float
     number: int
+    kept: float = field(init=False)
+    """What decay leaves of a weight."""
+    rate: float = field(init=False)
+    """The learning rate, with the first moment's start at zero made good."""
+    filled: float = field(init=False)
+    """How much of its weights the second moment has seen."""
 
-    @property
-    def kept(self) -> float:
-        """What decay leaves of a weight."""
-        return 1 - self.lr * self.decay
-
-    @property
-    def rate(self) -> float:
-        """The learning rate, with the first moment's start at zero made good."""
-        return self.lr / (1 - self.beta1**self.number)
-
-    @property
-    def filled(self) -> float:
-        """How much of its weights the second moment has seen."""
-        return 1 - self.beta2**self.number
+    def __post_init__(self) -> None:
+        rate, filled = self.lr / (1 - self.beta1**self.number), 1 - self.beta2**self.number
+        vars(self).update(kept=1 - self.lr * self.decay, rate=rate, filled=filled)
 
 
 def adam_reference(

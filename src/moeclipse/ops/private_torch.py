@@ -2,12 +2,11 @@
 
 torch._C._cuda_getCurrentRawStream    the stream's handle, for the driver: `torch.cuda.current_stream`
                                       makes an object first, as slow as the rest of a small launch
-torch._foreach_zero_                  zeros in many tensors by one launch, as torch's optimizers do it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -15,8 +14,3 @@ import torch
 def raw_stream_function() -> Callable[[int], int]:
     """Gives the handle of the current stream of a device; AttributeError in a torch without CUDA."""
     return torch._C._cuda_getCurrentRawStream
-
-
-def zero_all(tensors: Sequence[torch.Tensor]) -> None:
-    if tensors:
-        torch._foreach_zero_(list(tensors))

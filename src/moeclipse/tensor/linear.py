@@ -102,10 +102,6 @@ def _d_input(dy_TN: torch.Tensor, weight: Weight) -> torch.Tensor:
     return weight.numbers(dy_TN.dtype) if isinstance(weight, Frozen) else weight.to(dy_TN.dtype)
 
 
-def _rows(t: torch.Tensor) -> torch.Tensor:
-    return t.reshape(-1, t.shape[-1])
-
-
 class _Column(torch.autograd.Function):
     """
     forward    y_i = [gather] x W_i^T + b_i
@@ -131,6 +127,7 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         tp, label, num = ctx.tp, ctx.label, ctx.num
         x, weights = _kept(ctx)
+        shape = x.shape
         wanted = list(ctx.needs_input_grad[4:])
         whole: InFlight[torch.Tensor] | None = None
         if tp.parts_tokens and any(wanted[:num]):
@@ -138,7 +135,7 @@ class _Column(torch.autograd.Function):
             whole = tp.gather_rows(x, f"backward gather of inputs, {label}", reuse=reuse)
             if whole is not None and not tp.overlap:
                 whole.get()
-        dys_TN = [_rows(dy) for dy in dys]
+        dys_TN = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
         d_x: torch.Tensor | None = None
         travelling: InFlight[torch.Tensor] | None = None
         if ctx.needs_input_grad[0]:
@@ -146,14 +143,15 @@ class _Column(torch.autograd.Function):
             for dy_TN, weight in zip(dys_TN[1:], weights[1:], strict=True):
                 d_x.addmm_(dy_TN, _d_input(dy_TN, weight))
         # The gather must have ended before the next transfer may take the wire.
-        x_TD = _rows(whole.get() if whole is not None else x)
+        x = x if whole is None else whole.get()
+        x_TD = x.reshape(-1, x.shape[-1])
         if d_x is not None and tp.size > 1:
             travelling = reduce_input_grad(tp, d_x, label)
         parameters = [*weights, *ctx.biases]
         grads = tp.wgrads.submit_linears(parameters, wanted, [*dys_TN, *dys_TN], x_TD, num, fuse=tp.fuse)
         if travelling is not None:
             d_x = travelling.get()
-        return d_x.view(x.shape) if d_x is not None else None, None, None, None, *grads
+        return d_x.view(shape) if d_x is not None else None, None, None, None, *grads
 
 
 def reduce_input_grad(tp: TensorParallel, d_x: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
@@ -196,13 +194,13 @@ class _Row(torch.autograd.Function):
         if tp.parts_tokens:
             reuse = not tp.wgrads.deferring
             whole = tp.gather_rows(dy, f"backward gather of outputs, {ctx.label}", reuse=reuse).get()
-        whole_TN = _rows(whole)
+        whole_TN = whole.reshape(-1, whole.shape[-1])
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = (whole_TN @ _d_input(dy, weight)).view(x.shape)
-        dys = [whole_TN, _rows(dy)]
+        dys = [whole_TN, dy.reshape(-1, dy.shape[-1])]
         parameters, wanted = [weight, ctx.bias], ctx.needs_input_grad[3:]
-        grads = tp.wgrads.submit_linears(parameters, wanted, dys, _rows(x), 1, fuse=tp.fuse)
+        grads = tp.wgrads.submit_linears(parameters, wanted, dys, x.reshape(-1, x.shape[-1]), 1, fuse=tp.fuse)
         return d_x, None, None, *grads
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 import torch
 
@@ -74,11 +75,13 @@ class Accumulation:
 
     def fill(self) -> None:
         """Make main_grad hold what was added, zeros where that is nothing."""
-        if self.take_empty():
+        if self.empty:
+            self.empty = False
             self.main_grad.zero_()
 
     def add(self, grad: torch.Tensor) -> None:
-        if self.take_empty():
+        if self.empty:
+            self.empty = False
             self.main_grad.copy_(grad)
         else:
             self.main_grad.add_(grad)
@@ -152,7 +155,8 @@ def accumulator(parameter: torch.nn.Parameter, begun: Grad = None) -> tuple[torc
     """
     main_grad: Grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
-        if (state := _state(parameter)) is not None:
+        state: Accumulation | None = getattr(parameter, "accumulation", None)
+        if state is not None and state.empty:
             state.fill()
         return main_grad, None
     if begun is not None:
@@ -212,7 +216,7 @@ def weight_grad(
         return (dy_TN.t() @ x_TD).to(parameter.dtype)
     if into.dtype != dy_TN.dtype:
         check_dtypes(dy_TN.dtype, into.dtype)
-    state = _state(parameter)
+    state: Accumulation | None = getattr(parameter, "accumulation", None)
     accumulate = state is None or not state.take_empty()
     if into.dtype == dy_TN.dtype or dy_TN.is_cuda:
         dense_wgrad(dy_TN, x_TD, into, accumulate=accumulate)
@@ -272,9 +276,12 @@ class WeightGrads:
 
     def submit(self, parameters: Sequence[torch.nn.Parameter], work: Work) -> Sequence[Grad]:
         """What autograd gets for `parameters`; `work` gives it now, or is kept for W."""
-        if self._key is None:
-            return work()
-        self._queues.setdefault(self._key, []).append(_Queued(tuple(parameters), work))
+        return work() if self._key is None else self._queue(self._key, parameters, work)
+
+    def _queue(
+        self, key: tuple[int, int, str], parameters: Sequence[torch.nn.Parameter], work: Work
+    ) -> Sequence[Grad]:
+        self._queues.setdefault(key, []).append(_Queued(tuple(parameters), work))
         for parameter in parameters:
             if (state := _state(parameter)) is not None:
                 state.queued += 1
@@ -291,7 +298,7 @@ class WeightGrads:
         fuse: bool,
     ) -> list[Grad]:
         """What autograd gets for each of `parameters`, `num` weights that take one input and then biases."""
-        places = [place for place, asked in enumerate(wanted) if asked]
+        places = list(compress(range(len(parameters)), wanted))
 
         def work() -> list[Grad]:
             grads = []
@@ -303,7 +310,10 @@ class WeightGrads:
             return grads
 
         found: list[Grad] = [None] * len(parameters)
-        grads = self.submit([parameters[place] for place in places], work)
+        if self._key is None:
+            grads: Sequence[Grad] = work()
+        else:
+            grads = self._queue(self._key, [parameters[place] for place in places], work)
         for place, grad in zip(places, grads, strict=True):
             found[place] = grad
         return found

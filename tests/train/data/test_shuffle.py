@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeclipse.train.data.shuffle import permute, shuffle_key
+from moeclipse.train.data.samples import permute, shuffle_key
 
 
 @settings(deadline=None)

@@ -173,7 +173,7 @@ def gradients_share_memory(mesh: Mesh) -> None:
     late = next(bucket for bucket in learner.buckets if bucket.waits_for is not None)
     learner.buckets.zero()
     learner.buckets.arm()
-    learner.buckets.on_reduce = lambda _: None
+    learner.buckets.on_reduce = None
     late.sums[0].backward_done()
     with pytest.raises(ScheduleError, match=r"came before layers\.4 was updated"):
         learner.buckets.finish()

@@ -18,7 +18,7 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.step.learner import Learner
-from moeclipse.train.step.nonfinite import FIRST, GROW_AFTER, LEAST, MOST, LossScale
+from moeclipse.train.step.results import FIRST, GROW_AFTER, LEAST, MOST, LossScale
 
 
 @pytest.fixture(scope="module")

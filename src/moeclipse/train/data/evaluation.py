@@ -27,8 +27,7 @@ from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.data_config import eval_part
 from moeclipse.train.data.samples import Microbatch, Samples, SampleSource, as_microbatch, even_part
-from moeclipse.train.data.sources import open_samples
-from moeclipse.train.run.source_losses import add_by_source
+from moeclipse.train.data.sources import add_by_source, open_samples
 
 MOST_NATS = 700.0
 """exp of more is no number."""

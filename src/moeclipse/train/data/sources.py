@@ -6,6 +6,9 @@ is its own n-th sample, in its own epochs. So shares are exact over a cycle, and
 from (seed, g) alone.
 
 Contract. Windows are counted through: those of the second source begin where the first one's end.
+
+The loss of each source of a step is added up by samples, and told beside the loss of all. Sums have (loss,
+aux loss, dropped rows) in front, and behind them the loss of each source if there are several.
 """
 
 from __future__ import annotations
@@ -14,18 +17,21 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 import numpy as np
+import torch
 
+from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DataError
 from moeclipse.train.data.conversations import Conversations
 from moeclipse.train.data.corpus import open_corpus
 from moeclipse.train.data.data_config import DataConfig, parts_of, source_name
 from moeclipse.train.data.packing import PackedSamples
-from moeclipse.train.data.samples import SampleRows, Samples, SampleSource
-from moeclipse.train.data.shuffle import permute, shuffle_key
+from moeclipse.train.data.samples import Batches, SampleRows, Samples, SampleSource, permute, shuffle_key
 
 CYCLE = 10_000
 OF_SOURCES = "sources"
 """Tells the key of a cycle from that of an epoch."""
+IN_FRONT = 3
+"""Sums before those of sources."""
 
 
 class Described(Protocol):
@@ -146,3 +152,22 @@ def open_samples(config: DataConfig, vocab_size: int, seed: int, held_out: float
 def corpus_of(samples: SampleSource) -> Described:
     """What says `what` and `unigram_entropy` of all that is read."""
     return samples.corpus if isinstance(samples, Samples) else cast(Described, samples)
+
+
+def zero_sums(batches: Batches, mesh: Mesh) -> torch.Tensor:
+    """Where a step begins to add."""
+    several = len(batches.samples.names) if len(batches.samples.names) > 1 else 0
+    return torch.zeros(IN_FRONT + several, dtype=torch.float64, device=mesh.device)
+
+
+def add_by_source(sums: torch.Tensor, loss_T: torch.Tensor, sources: torch.Tensor, mesh: Mesh) -> None:
+    """The losses of samples to those of their sources; tp ranks have the same ones, and one of them adds."""
+    if mesh.tp_index == 0 and len(sources):
+        of_sample = loss_T.double().view(len(sources), -1).sum(1)
+        sums.index_add_(0, sources.to(sums.device), of_sample)
+
+
+def told_by_source(batches: Batches, step: int, sums: Sequence[float]) -> dict[str, object]:
+    """Loss and number of targets of each source that a step has read of, from sums over all ranks."""
+    parts = zip(batches.samples.names, sums, batches.counted_by_source(step), strict=True)
+    return {"sources": {name: {"loss": one / count, "targets": count} for name, one, count in parts if count}}

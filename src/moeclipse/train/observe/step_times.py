@@ -15,12 +15,19 @@ where a run saves, traces or ends. On one rank nothing travels and nothing is la
 
 The message is as long as the longest list of launches that any rank had; a rank that has more says so, all
 make room, and of that step nobody knows how late the launches were that had none.
+
+A rank that computes longer than the others do, for many steps, is named: a throttled GPU, a busy neighbour.
+Ranks are held against those that hold the same layers: a stage may well have more to do than another. A rank
+whose experts are asked for more than others computes longer, too, and nothing is wrong with its machine: the
+note says by how many rows. Every rank adds the same numbers and says the same.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +37,20 @@ from moeclipse.comm.async_ops.ledger import HOST_GROUP
 from moeclipse.comm.async_ops.reading import send
 from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.steps import nth
 from moeclipse.report.intervals import StepSplit, TransferInterval, split_step
-from moeclipse.train.step.stragglers import Stragglers
 
 TIMES = ("step", "compute", "exposed", "straggle", "idle", "comm")
 TOLD = len(TIMES) + 2
 """Numbers of the step before: its split, rows and number; below 0: there is none."""
 SPARE = 1.25
 """Room for more launches than any rank had."""
+Named = dict[str, Any]
+"""As `incidents.jsonl` keeps it: rank, step, what."""
+SLOW = 1.25
+"""Times the median of its peers."""
+STEPS = 20
+"""Slow ones before a rank is named, then twice as many, and so on; one that is not slow counts off two."""
 
 
 class StepTold(NamedTuple):
@@ -81,12 +94,12 @@ class StepTimes:
         with self.mesh.recorder.apart("times of a step"):
             self._hear()
             self._sent = Unsplit(step, stamps, rows)
-            launches = launches_of(stamps, self.mesh, self.clock_s)
+            by_group = launches_of(stamps, self.clock_s)
             if self.mesh.world.size == 1:
-                groups = (group.name for group in self.mesh.groups)
-                self._take_split(dict(zip(groups, launches, strict=True)))
+                self._take_split(by_group)
                 self._tell_split()
                 return step_ms
+            launches = [by_group[group.name] for group in self.mesh.groups]
             number, told = (-1, [0.0] * (TOLD - 1)) if self._split is None else self._split
             self._split = None
             flat = [at for group in launches for at in group]
@@ -160,12 +173,12 @@ class StepTimes:
         self._told.append(StepTold(step, times))
 
 
-def launches_of(stamps: StepStamps, mesh: Mesh, clock_s: float) -> list[list[float]]:
-    """By the groups of the mesh: all members launch the same transfers in the same order."""
+def launches_of(stamps: StepStamps, clock_s: float) -> dict[str, list[float]]:
+    """By groups, whose members launch the same transfers in the same order; of others there are none."""
     found: dict[str, list[float]] = defaultdict(list)
     for group_name, _, at, _ in stamps.transfers:
         found[group_name].append(at + clock_s)
-    return [found[group.name] for group in mesh.groups]
+    return found
 
 
 def launched(row: Sequence[float], groups: int, number: int) -> Sequence[float]:
@@ -194,8 +207,9 @@ def split_by(stamps: StepStamps, transfers: list[TransferInterval]) -> StepSplit
 def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[TransferInterval]:
     """All transfers of a step, with the moment when the last member of each launched it. Collective."""
     last: dict[str, list[float]] = {}
-    for group, mine in zip(mesh.groups, launches_of(stamps, mesh, clock_s), strict=True):
-        if mine:
+    by_group = launches_of(stamps, clock_s)
+    for group in mesh.groups:
+        if mine := by_group[group.name]:
             tensor = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
             everyone = gather(mesh.grads, group, tensor, "exchange of launch times").get()
             last[group.name] = everyone.max(0).values.tolist()
@@ -243,3 +257,45 @@ def mean_times(per_rank: dict[str, list[float]]) -> dict[str, float]:
     hidden = means["comm_ms"] - means["exposed_ms"]
     share = hidden / means["comm_ms"] if means["comm_ms"] > 0 else 0.0
     return means | {"hidden_ms": hidden, "hidden_fraction": share}
+
+
+@dataclass(kw_only=True)
+class Stragglers:
+    peers: Sequence[Sequence[int]]
+    """Ranks with the same layers."""
+    _slow_for: dict[int, int] = field(default_factory=dict)
+    _told_at: dict[int, int] = field(default_factory=dict)
+
+    def add(self, step: int, compute_ms: Sequence[float], rows: Sequence[float] | None = None) -> list[Named]:
+        """Who there is to name after a step; `rows` are those that the experts of each rank computed."""
+        return [named for ranks in self.peers for named in self._among(ranks, step, compute_ms, rows)]
+
+    def _among(
+        self, ranks: Sequence[int], step: int, compute_ms: Sequence[float], rows: Sequence[float] | None
+    ) -> Iterator[Named]:
+        for rank in ranks:
+            others = [other for other in ranks if other != rank]
+            if not others:
+                continue
+            usual = median(compute_ms[other] for other in others)
+            before = self._slow_for.get(rank, 0)
+            slow = compute_ms[rank] > SLOW * usual > 0
+            self._slow_for[rank] = before + 1 if slow else max(before - 2, 0)
+            if not self._slow_for[rank]:
+                self._told_at.pop(rank, None)
+            if slow and self._slow_for[rank] >= self._told_at.get(rank, STEPS):
+                self._told_at[rank] = 2 * self._slow_for[rank]
+                text = (
+                    f"step {nth(step)}: rank {rank} computes {compute_ms[rank] / usual:.2f} times as long as "
+                    f"the others ({compute_ms[rank]:.0f} ms against {usual:.0f}), and has for "
+                    f"{self._slow_for[rank]} steps: {_why(rank, others, rows)}"
+                )
+                yield {"rank": rank, "step": step, "what": text}
+
+
+def _why(rank: int, others: Sequence[int], rows: Sequence[float] | None) -> str:
+    usual = median(rows[other] for other in others) if rows else 0
+    if rows and rows[rank] > 1.1 * usual:
+        share = f"{rows[rank] / usual:.2f} times the rows of the others" if usual else "all rows"
+        return f"its experts have {share}; placement.planner = 'incremental' would spread them"
+    return "its experts have no more rows than the others, so look at its machine (clocks, heat, neighbours)"

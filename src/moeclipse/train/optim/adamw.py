@@ -191,6 +191,8 @@ class AdamW:
         """Send the new weights out."""
         published, alone = [], self.config.master == "none"
         for bucket, state in zip(self.buckets, self._states, strict=True):
+            if not bucket.shared:
+                continue
             # The others were rounded, or stored, by the update.
             if isinstance(state.weight, torch.Tensor) and (alone or bucket.rounded is None):
                 bucket.store(state.weight)

@@ -80,6 +80,8 @@ class Bucket:
             mesh,
         )
         self.contributes, self.owned, self.block = content.contributes, content.owned, content.block
+        self.shared = content.group.size > 1
+        """Whether other ranks have some of it, too: new weights are told."""
         first = content.parameters[0]
         self.frozen = not first.requires_grad
         peer = "off" if self.frozen else peer
@@ -117,7 +119,7 @@ class Bucket:
     def launch(self) -> None:
         if not self.contributes:
             self.grads.zero_()
-        if self.group.size == 1:
+        if not self.shared:
             self._sum = Ready(self.grads)
             return
         label = f"reduction of gradients, bucket {self.name}"
@@ -125,9 +127,9 @@ class Bucket:
 
     def reduced(self) -> torch.Tensor:
         """This rank's shard of the summed gradient."""
-        assert self._sum is not None
-        shard, self._sum = self._sum.get(), None
-        return shard
+        summed, self._sum = self._sum, None
+        assert summed is not None
+        return summed.get() if self.shared else self.grads
 
     def weights(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """This rank's shard of the parameters in this or a wide type: themselves, or a copy."""
@@ -245,7 +247,7 @@ class Buckets:
             while before is not None:
                 self._later.setdefault(before.layer_name, []).append(bucket)
                 before = before.waits_for
-        self.on_reduce: Callable[[int], None] = lambda _: None
+        self.on_reduce: Callable[[int], None] | None = None
         """Told of each bucket whose reduction was launched."""
         self._armed = self._placed = False
         self._next = 0
@@ -271,9 +273,13 @@ class Buckets:
         `placed`: where a program says so (`reduce`), and not before.
         """
         self._armed, self._placed, self._next = True, placed, 0
+        begin([state for bucket in self.buckets for state in bucket.sums], backwards)
         for bucket in self.buckets:
-            begin(bucket.sums, backwards)
             bucket.missing.update(bucket.sums)
+
+    def reduced(self) -> list[torch.Tensor]:
+        """This rank's shards of the summed gradients, in the order of buckets."""
+        return [bucket.reduced() for bucket in self.buckets]
 
     def finish(self) -> None:
         """Reduce what backward did not touch; afterwards every bucket is on its way."""
@@ -295,7 +301,8 @@ class Buckets:
         bucket.missing.clear()
         bucket.launch()
         self._next += 1
-        self.on_reduce(self._next - 1)
+        if self.on_reduce is not None:
+            self.on_reduce(self._next - 1)
 
     def reduce(self, number: int) -> None:
         """All gradients of this bucket are there: what a program says of its next one."""

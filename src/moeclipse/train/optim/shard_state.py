@@ -18,7 +18,7 @@ alone. Whoever puts weights has the bucket store them, too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -44,6 +44,12 @@ class ShardState:
     """What lies where in the shard, once somebody asked."""
     on_host: tuple[str, ...] = ()
     """Which of STATES lie in the host's memory, at addresses that stay."""
+    needs_chance: bool = field(init=False)
+    """Whether something is rounded by it: moments in 8 bits, weights without a master."""
+
+    def __post_init__(self) -> None:
+        alone = isinstance(self.weight, torch.Tensor) and self.weight.dtype == torch.bfloat16
+        self.needs_chance = alone or isinstance(self.adam_m, EightBits)
 
     @classmethod
     def of(cls, bucket: Bucket, config: OptimConfig) -> ShardState:
@@ -64,12 +70,6 @@ class ShardState:
 
     def __len__(self) -> int:
         return len(self.adam_m.codes if isinstance(self.adam_m, EightBits) else self.adam_m)
-
-    @property
-    def needs_chance(self) -> bool:
-        """Whether something is rounded by it: moments in 8 bits, weights without a master."""
-        alone = isinstance(self.weight, torch.Tensor) and self.weight.dtype == torch.bfloat16
-        return alone or isinstance(self.adam_m, EightBits)
 
     def values(self, kind: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of one of STATES: themselves where they are plain, or else a copy."""

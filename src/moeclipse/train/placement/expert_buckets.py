@@ -69,6 +69,7 @@ class ExpertBucket(Bucket):
             decay=True,
         )
         super().__init__(content, mesh, main_grad=main_grad)
+        self.shared = True  # its masters are tensors of their own, also where nobody else has any of it
         self.set_ownership(ownership)
 
     def set_ownership(self, ownership: Ownership) -> None:

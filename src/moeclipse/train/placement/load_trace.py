@@ -16,7 +16,7 @@ Shapes: P source ranks, L layers with experts, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -102,6 +102,14 @@ class AskedLoad:
         )
 
 
+def counted_together(layers: Sequence[MoE], num_experts: int, device: torch.device) -> torch.Tensor:
+    """Tokens that wanted each expert since the step began: layers count in rows of one tensor."""
+    load_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+    for layer, load_E in zip(layers, load_LE, strict=True):
+        layer.load_E = load_E
+    return load_LE
+
+
 def counts_of(
     layers: Mapping[int, MoE], num_layers: int, num_experts: int, device: torch.device
 ) -> torch.Tensor:
@@ -123,9 +131,9 @@ def balance_over_ranks(layers: Mapping[int, MoE], load_LE: np.ndarray) -> float 
     """Mean over fullest rank under the placements that hold now; lent experts count where they live."""
     found = []
     for number, layer in layers.items():
-        placement, table = layer.dispatcher.placement, layer.dispatcher.table
-        if placement.num_ranks == 1:
+        if layer.dispatcher.group.size == 1:
             continue
+        placement, table = layer.dispatcher.placement, layer.dispatcher.table
         if table is None:
             level = np.bincount(placement.primary, load_LE[number], placement.num_ranks)
         else:

@@ -124,10 +124,9 @@ class ModelPlacement:
         self.layers = [PlacedLayer(*found[number]) for number in sorted(found)]
 
     def after_step(self, step: int, loads: LoadTrace) -> list[str]:
-        """What is to be done between two steps; returns what is to be said about it. Collective."""
+        """What is to be done between two steps, where there are layers to place; returns what is to be said
+        about it. Collective."""
         self.taken = {}
-        if not self.layers:
-            return []
         self.steps.tick()
         config, done = self.config, step + 1
         if any(placed.layer.schedule.cuts.trials is not None for placed in self.layers):

@@ -34,7 +34,7 @@ from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.run.survival_config import CheckpointConfig
 from moeclipse.train.step import memory_state
 from moeclipse.train.step.integrity import Integrity
-from moeclipse.train.step.nonfinite import BadSteps, LossScale
+from moeclipse.train.step.results import BadSteps, LossScale
 
 STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exchange": list}
 """What a checkpoint's state must hold for a run to go on."""

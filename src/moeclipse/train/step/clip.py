@@ -25,19 +25,7 @@ import torch
 from moeclipse.schedule.state_travel import layers_of
 from moeclipse.train.optim.adamw import AdamW
 from moeclipse.train.optim.buckets import Bucket
-
-LOSS, SQUARES, CORRUPTED = 0, 3, 4
-"""Places of a step's numbers (`Learner._update`)."""
-
-
-def norm_if_good(results: torch.Tensor, scale: float) -> torch.Tensor:
-    """The gradient norm, on the device; NaN where the step must not change anything.
-
-    `results`: sums over all ranks, added in the order of ranks: all decide alike, to the bit.
-    """
-    loss, squares, corrupted = (results[place] for place in (LOSS, SQUARES, CORRUPTED))
-    good = loss.isfinite() & squares.isfinite() & (corrupted == 0)
-    return torch.where(good, squares.sqrt() / scale, math.nan)
+from moeclipse.train.step.results import CORRUPTED, LOSS, SQUARES
 
 
 class LayerClip:

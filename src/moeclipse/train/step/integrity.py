@@ -45,13 +45,13 @@ from moeclipse.train.optim.shard_state import STATES
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.placement.placed_layer import PlacedLayer
+from moeclipse.train.step.results import SIGNALS
 
 Named = dict[str, torch.Tensor]
 SHARE = 0.005
 """Of a run's seconds, that checks may take with `every = "auto"`."""
 TOGETHER = 1 << 26
 """Numbers that are digested at once: of state in few bits they are a copy."""
-SIGNAL = 5
 CHECK = 8
 """What rank 0 tells the others with a step: the next one is to be checked."""
 
@@ -91,8 +91,8 @@ class Integrity:
         return others | CHECK * (self.config.every == "auto" and within)
 
     def hear(self, step: int, rows: list[list[float]]) -> list[list[float]]:
-        """What all ranks said of a step, signals in place SIGNAL: rank 0 decides about the next one."""
-        self._asked = step + 1 if int(rows[0][SIGNAL]) & CHECK else -1
+        """What all ranks said of a step, which hears of it: rank 0 decides about the next one."""
+        self._asked = step + 1 if int(rows[0][SIGNALS]) & CHECK else -1
         return rows
 
     @contextmanager

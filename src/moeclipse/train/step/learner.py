@@ -27,7 +27,6 @@ from moeclipse.model.transformer import Transformer
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.moe.validate import expert_group, is_sharded
-from moeclipse.ops.private_torch import zero_all
 from moeclipse.ops.random import key_of
 from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.schedule import kinds
@@ -36,7 +35,7 @@ from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.evaluation import opened_for
 from moeclipse.train.data.samples import Batches
-from moeclipse.train.data.sources import corpus_of, open_samples
+from moeclipse.train.data.sources import corpus_of, open_samples, told_by_source
 from moeclipse.train.observe.run_figures import StepRecord
 from moeclipse.train.observe.step_times import StepTimes
 from moeclipse.train.optim.adamw import learning_rate
@@ -45,7 +44,7 @@ from moeclipse.train.optim.deferred import DeferredUpdates
 from moeclipse.train.optim.host_grads import HostGrads, host_grads_of
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.optim.state_place import optimizer_of
-from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
+from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad, counted_together
 from moeclipse.train.placement.may_move import as_far_as_it_goes
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.predict.host_share import share_for
@@ -58,16 +57,16 @@ from moeclipse.train.predict.step_program import (
     updates_in_backward,
     updates_in_next_forward,
 )
-from moeclipse.train.run.source_losses import told_by_source
 from moeclipse.train.step import memory_state
 from moeclipse.train.step.checkpointed_state import CheckpointedState
-from moeclipse.train.step.clip import LayerClip, norm_if_good
+from moeclipse.train.step.clip import LayerClip
 from moeclipse.train.step.dtype import choose_alike, choose_dtype, repeat_bits
 from moeclipse.train.step.graphs import Graphs
 from moeclipse.train.step.host_inputs import HostInputs, host_inputs_of
 from moeclipse.train.step.integrity import Integrity
-from moeclipse.train.step.nonfinite import Accident, BadSteps, LossScale, look_again
+from moeclipse.train.step.nonfinite import Accident, look_again
 from moeclipse.train.step.pipelined import Pipelined
+from moeclipse.train.step.results import CORRUPTED, BadSteps, LossScale, StepResults, norm_if_good
 from moeclipse.train.step.sequential import SequentialStep
 
 
@@ -128,15 +127,15 @@ class Learner(CheckpointedState):
         self.evaluated: dict[str, object] = {}
         """What was said of the last state that was evaluated."""
         self.layers = [layer for _, layer in moe_layers(self.model)]
+        self.wanted_LE = counted_together(self.layers, config.moe.num_experts, mesh.device)
         self.memories = tuple(memories(self.model))
         choose_alike(self.layers, config.run.deterministic, mesh.device)
         self.bad = BadSteps(config.optim.max_bad_steps)
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/run/saving`)."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
-        self.loads = LoadHistory(config.placement.decay)
+        self.loads, self.times = LoadHistory(config.placement.decay), StepTimes(mesh)
         self.integrity = Integrity(config, self.optim, self.placement, mesh, self._buffers)
-        self.times = StepTimes(mesh)
 
     def _make_model(self, layout: StageLayout | None) -> Transformer:
         config, mesh, parallel = self.config, self.mesh, self.config.parallel
@@ -239,7 +238,7 @@ class Learner(CheckpointedState):
             self.by_layer.begin(self.lr(step), self.loss_scale.value)
         if self.memories:
             memory_state.begin_step(self.memories, self.batches.continues(step))
-        zero_all([layer.load_E for layer in self.layers])
+        self.wanted_LE.zero_()
         if self.pipelined is None:
             sums = self.sequential.run(step, self.loss_scale.value)
         else:
@@ -285,11 +284,8 @@ class Learner(CheckpointedState):
             lr, scale = self.lr(step), self.loss_scale.value
             rows, load, told = self._update(step, sums, lr, scale)
             self.sequential.check()
-            stats = [sum(column) for column in zip(*rows, strict=True)]
-            loss = stats[0] / self.batches.counted(step)
-            norm = math.sqrt(stats[3]) / scale if stats[3] >= 0 else math.nan
-            skipped = not (math.isfinite(loss) and math.isfinite(norm))
-            if skipped:
+            results = StepResults.of(rows, self.batches.counted(step), scale)
+            if results.skipped:
                 self.optim.take_back()
                 if recorder.ledger is not None:
                     recorder.ledger.leave_out(kinds.BUCKET_GATHER)
@@ -298,30 +294,32 @@ class Learner(CheckpointedState):
                 load.rebalance(self.adapting)
                 self.loads.add(step, load)
             with recorder.apart("between two steps"):
-                notes = self._recheck(step, loss, [row[0] for row in rows], tries) if skipped else told
-                notes += self._between(step, skipped)
+                notes = self._recheck(step, results, tries) if results.skipped else told
+                notes += self._between(step, results.skipped)
         step_ms = self._end_step(step)
-        if not self.loss_scale.after_step(loss, norm):
-            self.bad.add(step, skipped, loss, norm)
+        if not self.loss_scale.after_step(results.loss, results.norm):
+            self.bad.add(step, results.skipped, results.loss, results.norm)
         record: dict[str, object] = {
             "step": step,
-            "loss": loss,
-            "aux_loss": stats[1],
+            "loss": results.loss,
+            "aux_loss": results.aux_loss,
             "lr": lr,
-            "grad_norm": norm,
+            "grad_norm": results.norm,
             "tokens_per_s": 1e3 * self.tokens_per_step / step_ms,
             "num_tokens": self.tokens_per_step,
             "step_ms": step_ms,
-            "dropped": int(stats[2]),
-            "skipped": skipped,
-            "signals": [int(row[5]) for row in rows],
+            "dropped": results.dropped,
+            "skipped": results.skipped,
+            "signals": results.signals,
         }
         if scale != 1:
             record["loss_scale"] = scale
         if notes:
             record["notes"] = notes
         more = {**self.placement.taken, **load.record(self.tokens_per_step)}
-        return cast(StepRecord, record | more | told_by_source(self.batches, step, stats[6:]))
+        if results.of_sources:
+            more |= told_by_source(self.batches, step, results.of_sources)
+        return cast(StepRecord, record | more)
 
     def _update(
         self, step: int, sums: dict[str, torch.Tensor], lr: float, scale: float
@@ -335,7 +333,7 @@ class Learner(CheckpointedState):
         if self.grads is not None:
             shards = self.grads.shards
         else:
-            shards = [] if updated else [bucket.reduced() for bucket in self.buckets]
+            shards = [] if updated else self.buckets.reduced()
         with mesh.recorder.apart("integrity"):
             corrupted = [] if updated else self.integrity.look(step)
         squares_L = torch.empty(0, device=mesh.device) if by_layer is None else by_layer.squares(shards)
@@ -352,7 +350,7 @@ class Learner(CheckpointedState):
             by_layer.update(shards, lr, sum_of_parts(results), scale)
         rows = self.integrity.hear(step, reading.get())
         rows, notes = (rows, []) if by_layer is None else by_layer.hear(rows)
-        if any(row[4] for row in rows):
+        if any(row[CORRUPTED] for row in rows):
             self.optim.take_back()
             with mesh.recorder.apart("integrity"):
                 self.integrity.raise_together(corrupted)
@@ -375,23 +373,24 @@ class Learner(CheckpointedState):
         return self.times.after(step, stamps, sum(layer.schedule.take_rows() for layer in exchanging))
 
     def _between(self, step: int, skipped: bool) -> list[str]:
-        notes = self.placement.after_step(step, self.loads.trace)
+        notes = self.placement.after_step(step, self.loads.trace) if self.placement.layers else []
         notes += self.graphs.take_notes() if self.graphs is not None else []
         if self.memories:
             memory_state.end_step(self.memories, skipped=skipped)
         self.integrity.remember(step + 1)
         return notes
 
-    def _recheck(self, step: int, loss: float, losses: list[float], tries: int) -> list[str]:
+    def _recheck(self, step: int, results: StepResults, tries: int) -> list[str]:
         """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask.
 
         Raises Accident where it did not go wrong again and another try is left.
         """
-        if self.bad.count or self.by_layer or self.grads or (self.loss_scale.dynamic and math.isfinite(loss)):
+        overflowed = self.loss_scale.dynamic and math.isfinite(results.loss)
+        if self.bad.count or self.by_layer or self.grads or overflowed:
             return []
         with self.graphs.watched() if self.graphs is not None else nullcontext():
             again = partial(self.backward, step)
-            transient, self.bad.why = look_again(self.model, self.buckets, self.mesh, again, losses)
+            transient, self.bad.why = look_again(self.model, self.buckets, self.mesh, again, results.losses)
         for layer in self.layers:
             layer.gate.take_seen()  # seen twice
         if transient and tries > 1:

@@ -12,32 +12,19 @@ Contract. Collective; leaves the model as it was, except for gradients, which a 
 
 Hazard. It costs a step with a wait for the device after every module, so it is done for the first bad step in
 a row.
-
-A factor on the loss that keeps the gradients of half-precision models inside their range.
-
-float16 knows no number between 0 and 6e-8, and gradients of activations are often smaller. So the loss is
-multiplied before backward and gradients, summed in fp32, are divided behind it. Factors are powers of two:
-they change exponents and nothing else, so where nothing was too small or too large before, the update is the
-same to the bit.
-
-"auto" begins high for float16 and looks for the highest factor that does not overflow: a step whose loss is
-finite and whose gradients are not is skipped and halves the factor, and many good steps in a row double it.
-All other types have the range of float32 and get 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.errors import DivergedError
-from moeclipse.core.steps import nth
 from moeclipse.train.optim.buckets import Buckets
 
 PLACES = ("weight", "output", "gradient")
@@ -45,22 +32,6 @@ PLACES = ("weight", "output", "gradient")
 
 class Accident(Exception):
     """A step went wrong that goes right when it is computed again."""
-
-
-class BadSteps:
-    """Steps in a row that were not finite; too many of them are the end."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.count, self.why = most, 0, ""
-
-    def add(self, step: int, skipped: bool, loss: float, norm: float) -> None:
-        self.count = self.count + 1 if skipped else 0
-        if self.count >= self.most:
-            raise DivergedError(
-                f"{self.count} steps in a row, up to step {nth(step)}, had a non-finite loss ({loss}) or "
-                f"gradient norm ({norm}); lower optim.lr, or resume from an earlier checkpoint. "
-                f"Of the first of them: {self.why or 'nothing is known'}"
-            )
 
 
 def look_again(
@@ -150,36 +121,3 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(value.values()))
     elif hasattr(value, "__dict__"):
         yield from tensors_in(list(vars(value).values()))
-
-
-FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24
-GROW_AFTER = 1000
-"""Good steps in a row."""
-
-
-class LossScale:
-    def __init__(self, wanted: float | Literal["auto"], dtype: torch.dtype) -> None:
-        self.dynamic = wanted == "auto" and dtype == torch.float16
-        self.value = FIRST if self.dynamic else 1.0 if wanted == "auto" else float(wanted)
-        self.good_steps = 0
-
-    def after_step(self, loss: float, norm: float) -> bool:
-        """Adapt; whether gradients overflowed for the factor alone, so that the step was not a bad one."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.good_steps += 1
-            if self.dynamic and self.good_steps >= GROW_AFTER:
-                self.value, self.good_steps = min(2 * self.value, MOST), 0
-            return False
-        self.good_steps = 0
-        if not self.dynamic or not math.isfinite(loss) or self.value <= LEAST:
-            return False
-        self.value /= 2
-        return True
-
-    def state(self) -> dict[str, float]:
-        return {"value": self.value, "good_steps": self.good_steps}
-
-    def load_state(self, state: Mapping[str, float] | None) -> None:
-        """Go on where a run stopped; a factor that is given stays what it is."""
-        if self.dynamic and state is not None:
-            self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -28,10 +28,10 @@ from moeclipse.schedule.kinds import COMPUTE
 from moeclipse.schedule.op import Op
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
 from moeclipse.train.data.samples import Batches, Microbatch
+from moeclipse.train.data.sources import add_by_source, zero_sums
 from moeclipse.train.optim.buckets import Buckets
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.predict.step_program import EMBEDDING, step_program
-from moeclipse.train.run.source_losses import add_by_source, zero_sums
 
 LOOKED_AT = range(4, 12)
 """Steps whose ops are timed one by one: stamps cost time, and more steps say the same."""

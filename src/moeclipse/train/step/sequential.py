@@ -21,8 +21,8 @@ from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.moe.tokens import Tokens
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.samples import Batches, Microbatch
+from moeclipse.train.data.sources import add_by_source, zero_sums
 from moeclipse.train.optim.buckets import Buckets
-from moeclipse.train.run.source_losses import add_by_source, zero_sums
 from moeclipse.train.step.graphs import CudaCapture, MicrobatchGraphs, obstacle
 from moeclipse.train.step.partial_graphs import PartCapture, PartGraphs, obstacle_to_parts
 from moeclipse.train.step.recompute import arrange

@@ -13,8 +13,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.model.attention import GroupedQueryAttention as Attention
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.observe.step_times import STEPS, Stragglers
 from moeclipse.train.run.trainer import Run
-from moeclipse.train.step.stragglers import STEPS, Stragglers
 
 
 def named(stragglers: Stragglers, times: list[float], steps: int, rows: list[int] | None = None) -> list[int]:

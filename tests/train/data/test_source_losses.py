@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.train.run.source_losses import add_by_source, told_by_source, zero_sums
+from moeclipse.train.data.sources import add_by_source, told_by_source, zero_sums
 
 
 def batches(*names: str, counts: tuple[int, ...] = ()) -> Any:
@@ -19,7 +19,6 @@ def test_one_source_has_no_sum_of_its_own() -> None:
     mesh = Mesh.single()
     assert zero_sums(batches("a"), mesh).tolist() == [0, 0, 0]
     assert zero_sums(batches("a", "b"), mesh).tolist() == [0] * 5
-    assert told_by_source(batches("a"), 0, []) == {}
 
 
 def test_samples_add_to_their_sources() -> None:
