@@ -14,6 +14,7 @@ from moeclipse.cost.step_bytes import (
     APART,
     AT_ONCE,
     COMMUNICATORS,
+    CONTEXT,
     Again,
     Sharing,
     StateBytes,
@@ -104,9 +105,10 @@ def test_rows_arrive_where_ranks_share_experts() -> None:
 
 def test_beside_is_a_layer_logits_and_communicators() -> None:
     layer = Sharing().layer(SMALL, True, 100, 2, "off")
-    assert beside(SMALL, Sharing(), 100, 2, program=False, head=False) == 2 * layer + COMMUNICATORS
-    more = beside(SMALL, Sharing(), 100, 2, program=True, head=True)
-    assert more == 5.5 * layer + COMMUNICATORS + 2 * 100 * 1000 * 2
+    assert beside(SMALL, Sharing(), 100, 2, program=False, head=False) == 2 * layer + CONTEXT
+    for several in (Sharing(dp=2), Sharing(pp=2)):
+        more = beside(SMALL, several, 100, 2, program=True, head=True)
+        assert more == 5.5 * layer + CONTEXT + COMMUNICATORS + 2 * 100 * 1000 * 2
     assert 0 < APART < 1
 
 

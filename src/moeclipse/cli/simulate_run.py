@@ -198,6 +198,7 @@ def bytes_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbal
             dp=dp,
             ep=ep,
             tp=tp,
+            pp=pp,
             imbalance=imbalance,
             fused=width < 4,
             by_layer=turns > 0,

@@ -23,8 +23,8 @@ CHOICE_BYTES, SCORE_BYTES = 32.0, 4.0
 """Of one choice of a token (numbers and scores, there and back), and of one expert's score."""
 LOGIT_CHUNK = 1 << 29
 """Logits are made and forgotten in pieces of so many bytes; their gradients beside them."""
-COMMUNICATORS = 1.5 * 2**30
-"""Of a device's context and of the buffers of collectives; assumed."""
+CONTEXT, COMMUNICATORS = 0.5 * 2**30, 1.0 * 2**30
+"""Of a device's context, and of the buffers of collectives where there are several ranks; assumed."""
 BY_AUTOGRAD, IN_PROGRAM = 2.0, 5.5
 """What backward in one layer takes, in what it keeps (`train/step/recompute_ranks`, seen on an H200)."""
 ALONE, APART = 0.95, 0.85
@@ -143,6 +143,7 @@ class Sharing:
     dp: int = 1
     ep: int = 1
     tp: int = 1
+    pp: int = 1
     imbalance: float = 1.1
     """Rows of the busiest rank, in mean ranks."""
     fused: bool = False
@@ -257,5 +258,6 @@ def beside(
         stack = model.d_model * max(model.up_width, model.expert_width)
         buffer = 2.0 * stack * model.experts.num_experts / (sharing.ep * sharing.tp)
     logits = min(tokens * model.vocab * width / sharing.tp, LOGIT_CHUNK)
-    rest = (2 * logits if head else 0.0) + buffer + COMMUNICATORS
+    alone = sharing.dp * sharing.ep * sharing.tp * sharing.pp == 1
+    rest = (2 * logits if head else 0.0) + buffer + CONTEXT + (0.0 if alone else COMMUNICATORS)
     return most * (IN_PROGRAM if program else BY_AUTOGRAD) + rest

@@ -38,6 +38,7 @@ class Request:
             dp=layout.dp * layout.copies,
             ep=layout.ep,
             tp=layout.tp,
+            pp=layout.pp,
             imbalance=self.imbalance,
             fused=self.fused,
             by_layer=self.terms.place.by_layer and layout.layer_at_a_time,

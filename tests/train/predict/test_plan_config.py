@@ -143,10 +143,10 @@ def test_where_nothing_fits_ways_out_are_told() -> None:
 @pytest.mark.parametrize(
     ("preset", "microbatches", "measured_s", "of_it", "measured_gib", "of_them"),
     [
-        ("5b", 1, 0.155, 1.06, 95.7, 1.04),
-        ("5b", 4, 0.180, 1.06, 87.5, 1.02),
-        ("olmoe-12l", 1, 0.238, 1.09, 104.1, 1.06),
-        ("olmoe-12l", 4, 0.260, 1.10, 92.7, 1.03),
+        ("5b", 1, 0.155, 1.06, 95.7, 1.03),
+        ("5b", 4, 0.180, 1.06, 87.5, 1.01),
+        ("olmoe-12l", 1, 0.238, 1.09, 104.1, 1.05),
+        ("olmoe-12l", 4, 0.260, 1.10, 92.7, 1.02),
     ],
 )
 def test_our_own_steps_are_as_the_page_says(

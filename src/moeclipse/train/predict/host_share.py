@@ -209,7 +209,8 @@ def state_and_rest(
     dp, ep, tp = axes
     sizes = _sizes(config)
     turns = grads_take_turns(config, dp * ep * tp, 1)
-    sharing = Sharing(dp=dp, ep=ep, tp=tp, fused=fused, by_layer=turns > 0, at_once=turns)
+    pp = config.parallel.pp
+    sharing = Sharing(dp=dp, ep=ep, tp=tp, pp=pp, fused=fused, by_layer=turns > 0, at_once=turns)
     layers, tables = range(config.model.num_layers), (True, not config.model.tie_embeddings)
     parameters = sharing.held(sizes, layers, tables)
     grad = summed_type(config.optim.main_grad, dtype).itemsize
