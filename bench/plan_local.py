@@ -24,6 +24,7 @@ import torch
 from _smoke import BenchParser, machine, write
 
 from moeclipse.cli.measure import of_machine
+from moeclipse.cli.measured_step import busiest
 from moeclipse.cli.simulate_run import step_on
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -107,19 +108,8 @@ def stepped(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[float, float]:
     """(milliseconds of the median step of this rank, what the busiest rank had of the mean)."""
     learner = Learner(config, mesh)
     records = [learner.step(step) for step in range(WARM + steps)][WARM:]
-    ranks = mesh.ep * mesh.tp
-    busiest = [
-        ranks * max(sum(part) for part in parts(load_E, ranks)) / sum(load_E)
-        for record in records
-        for load_E in record["load"]
-    ]
-    return statistics.median(record["step_ms"] for record in records), statistics.mean(busiest)
-
-
-def parts(load_E: list[int], ranks: int) -> list[list[int]]:
-    """Of each rank that shares the experts, which stay where they began."""
-    held = len(load_E) // ranks
-    return [load_E[held * rank : held * (rank + 1)] for rank in range(ranks)]
+    uneven = statistics.mean(busiest(record["load"], mesh.ep * mesh.tp) for record in records)
+    return statistics.median(record["step_ms"] for record in records), uneven
 
 
 def predicted(
@@ -150,11 +140,11 @@ def main() -> int:
         axes, changes = CASES[name]
         config = with_values(TrainConfig(), {**MODEL, **changes})
         of_ranks = run_ranks(2, stepped, config, given.steps, deadline_s=600.0, **axes)
-        real, busiest = (max(each) for each in zip(*of_ranks, strict=True))
-        said, _ = predicted(config, here, axes, imbalance=busiest)
-        step = {"predicted_ms": said, "measured_ms": real, "ratio": said / real, "busiest": busiest}
+        real, uneven = (max(each) for each in zip(*of_ranks, strict=True))
+        said, _ = predicted(config, here, axes, imbalance=uneven)
+        step = {"predicted_ms": said, "measured_ms": real, "ratio": said / real, "busiest": uneven}
         found["cases"][name] = step
-        print(f"{name:16} {said:7.1f} ms {real:7.1f} ms {said / real:6.2f} {busiest:8.2f}", flush=True)
+        print(f"{name:16} {said:7.1f} ms {real:7.1f} ms {said / real:6.2f} {uneven:8.2f}", flush=True)
     write(given.json, found)
     return 0
 

@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "cli/measured_step.py",
+        "    return float(max(alone + 1e-3 * (seconds - once) / (later - once), alone))",
+        "    return float(alone)",
+        "cli/test_measured_step.py::test_the_shared_step_is_predicted_with_what_messages_take_inside",
+        "a message inside a step takes what it takes alone",
+        "plans for CPU ranks leave out what threads wait for a core: steps are a third longer than predicted",
+    ),
+    Mutant(
         "cli/seats.py",
         "        again = not began and (seat == before or seat in self.returned)",
         "        again = not began and seat == before",

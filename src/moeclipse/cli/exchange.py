@@ -7,13 +7,12 @@ it must run before anything opens a CUDA device.
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from collections.abc import Iterator
 from typing import Literal
 
 from moeclipse.cli.checks import Finding
-from moeclipse.cli.two_ranks import Answer, ask_two_ranks
+from moeclipse.cli.two_ranks import Answer, ask_two_ranks, mesh_of_two
 
 SECTION = "back ends"
 PATIENCE_S = 90.0
@@ -37,21 +36,13 @@ def try_nccl(timeout_s: float = PATIENCE_S) -> Answer | None:
 def _exchange(rank: int, folder: str) -> Answer:
     """An all-to-all, every row checked."""
     import torch
-    import torch.distributed as dist
 
     from moeclipse.comm.async_ops.lane import all_to_all
-    from moeclipse.comm.mesh import Mesh
-    from moeclipse.comm.start import RankPlace, device_settings, start, stop
+    from moeclipse.comm.start import stop
 
-    place = RankPlace(rank=rank, num_ranks=2, local_rank=rank, local_ranks=2)
-    os.environ |= device_settings(place, pp=1, deadline_s=PATIENCE_S, backend="nccl")
-    devices = torch.cuda.device_count()
-    device = torch.device("cuda", rank % devices)
-    store = dist.FileStore(f"{folder}/meet", 2)
-    watch = start(place, device=device, deadline_s=PATIENCE_S / 2, store=store, backend="nccl")
-    mesh = Mesh(dp=1, ep=2, rank=rank, device=device, watch=watch)
+    mesh = mesh_of_two(rank, folder, "cuda", PATIENCE_S)
     half = [ROWS // 2] * 2
-    rows = torch.full((ROWS, WIDTH), float(rank), device=device)
+    rows = torch.full((ROWS, WIDTH), float(rank), device=mesh.device)
     times = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -62,7 +53,11 @@ def _exchange(rank: int, folder: str) -> Answer:
     assert arrived[: ROWS // 2].eq(0.0).all(), "rows of rank 0 came changed"
     assert arrived[ROWS // 2 :].eq(1.0).all(), "rows of rank 1 came changed"
     stop()
-    where = "two ranks on a GPU each" if devices > 1 else "two ranks that share a GPU, over sockets,"
+    where = (
+        "two ranks on a GPU each"
+        if torch.cuda.device_count() > 1
+        else "two ranks that share a GPU, over sockets,"
+    )
     travelled = rows.nbytes // 2 >> 10  # the other half stays
     return True, f"{where} sent each other {travelled} KiB in {1e3 * sorted(times)[ROUNDS // 2]:.2f} ms"
 

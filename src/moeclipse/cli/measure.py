@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.terminal import terminal
-from moeclipse.cli.two_ranks import Answer, ask_two_ranks
+from moeclipse.cli.two_ranks import Answer, ask_two_ranks, mesh_of_two
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json
@@ -74,7 +73,7 @@ def of_machine(device: str) -> tuple[dict[str, Any], str]:
     """Tables of a cluster file, and what they are."""
     import torch
 
-    from moeclipse.cli.measured_step import kernels_inside, measured_step
+    from moeclipse.cli.measured_step import kernels_inside, measured_step, message_inside, shared_step
 
     devices = 0 if device == "cpu" else torch.cuda.device_count()  # asks the driver, opens nothing
     if device == "cuda" and not devices:
@@ -82,6 +81,7 @@ def of_machine(device: str) -> tuple[dict[str, Any], str]:
     kind = "cuda" if devices else "cpu"
     wire = measured_wire(kind) if kind == "cpu" or devices > 1 else None
     seconds = measured_step(kind) if kind == "cpu" else None
+    shared = shared_step() if kind == "cpu" and wire is not None else None
     from moeclipse.train.predict.machine import measured_machine
 
     if kind == "cpu":
@@ -91,6 +91,9 @@ def of_machine(device: str) -> tuple[dict[str, Any], str]:
     seconds = measured_step(kind) if kind == "cuda" else seconds
     if seconds is not None:
         tables["kernels"] |= {"inside": kernels_inside(kind, tables, seconds)}
+    if shared is not None:
+        latency = message_inside(tables, *shared)
+        tables |= {name: {**tables[name], "latency": latency} for name in ("near", "far")}
     name = torch.cuda.get_device_name(0) if kind == "cuda" else "a core of this CPU"
     return tables, f"measured on {name}"
 
@@ -115,28 +118,14 @@ def _over_nccl(rank: int, folder: str) -> Answer:
 def _times(rank: int, folder: str, kind: str) -> Answer:
     """Seconds of an exchange of short and of long messages, as a step's rows travel."""
     import torch
-    import torch.distributed as dist
 
     from moeclipse.comm.async_ops.lane import all_to_all
-    from moeclipse.comm.mesh import Mesh
-    from moeclipse.comm.start import RankPlace, device_settings, start, stop
+    from moeclipse.comm.start import stop
 
-    place = RankPlace(rank=rank, num_ranks=2, local_rank=rank, local_ranks=2)
-    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
-    if kind == "cuda":
-        os.environ |= device_settings(place, pp=1, deadline_s=PATIENCE_S, backend="nccl")
-    store = dist.FileStore(f"{folder}/meet", 2)
-    watch = start(
-        place,
-        device=device,
-        deadline_s=PATIENCE_S / 2,
-        store=store,
-        backend="nccl" if kind == "cuda" else "auto",
-    )
-    mesh = Mesh(dp=1, ep=2, rank=rank, device=device, watch=watch)
+    mesh = mesh_of_two(rank, folder, kind, PATIENCE_S)
     found = []
     for size in (SHORT, LONG):
-        rows = torch.ones(size // 2, 1, device=device)  # half of four bytes each crosses
+        rows = torch.ones(size // 2, 1, device=mesh.device)  # half of four bytes each crosses
         half = [len(rows) // 2] * 2
         times = []
         for _ in range(ROUNDS):
