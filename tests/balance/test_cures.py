@@ -83,3 +83,51 @@ def test_steps_without_rows() -> None:
     found = replay([np.zeros((4, 8), dtype=np.int64)] * 12, BED)
     assert all(len(each) == 12 for each in found.seconds.values())
     assert not found.copies
+
+
+SLOW_CABLES = Bed(
+    costs=PlacementCosts(
+        row_seconds=1.3e-5,
+        row_bytes=384.0,
+        weight_bytes=98304.0,
+        gradient_bytes=98304.0,
+        state_bytes=294912.0,
+        near_bandwidth=7.4e6,
+        far_bandwidth=7.4e6,
+        card_per_rank=True,
+        loan_seconds=1.5e-3,
+        replicas_seconds=7e-3,
+        copy_bandwidth=8.7e6,
+    ),
+    slots=6,
+    node_P=(0, 1, 2, 3),
+    config=PlacementConfig(planner="incremental", start_step=4),
+    look=6e-3,
+    least_s=2e-3,
+)
+"""What four ranks of bench/skew_steps.py measured, a cable of 60 mbit each."""
+REST_S = 0.1
+"""Of a step, beside the layer."""
+
+
+@pytest.mark.parametrize(
+    ("workload", "static", "auto"),
+    [("burst", 0.92, 0.92), ("rotating", 0.84, 0.87), ("hot experts", 0.84, 0.93), ("hot rank", 0.64, 0.97)],
+)
+def test_on_slow_cables_auto_is_never_slower_than_doing_nothing(
+    workload: str, static: float, auto: float
+) -> None:
+    """Copies travel over the cables that rows need; an expert with its state takes half as long as a step.
+
+    What static experts and auto reach of an even gate in the second half of 44 steps.
+    """
+    shape = SharedLayer(num_experts=16, top_k=2, num_ranks=4, tokens=256)
+    found = replay((counts(workload, 1, step, shape) for step in range(44)), SLOW_CABLES)
+
+    def throughput(way: str) -> float:
+        even, other = (sum(found.seconds[key][22:]) + 22 * REST_S for key in (EVEN, way))
+        return even / other
+
+    assert throughput("static") == pytest.approx(static, abs=0.01)
+    assert throughput("auto") > auto
+    assert throughput("auto") > throughput("planned") - 0.002

@@ -400,3 +400,25 @@ def test_rows_that_could_stay_are_looked_for_where_all_ranks_are_even() -> None:
     problem = asked(np.full((2, 4), 100), (3, 3), current, costs)
     assert problem.judge(current).sent_share == 0.5
     assert problem.judge(found).sent_share == 0.25 == 1 - problem.could_stay
+
+
+def test_where_replicas_are_dear_experts_just_move() -> None:
+    """Two hot experts on slow cables, a cable for each rank: each expert once is faster than any replica."""
+    counts_PE = np.full((4, 16), 20.0)
+    counts_PE[:, [0, 10]] = 120.0
+    costs = PlacementCosts(
+        row_seconds=1e-5,
+        row_bytes=400,
+        weight_bytes=98304,
+        gradient_bytes=98304,
+        state_bytes=294912,
+        near_bandwidth=7.5e6,
+        far_bandwidth=7.5e6,
+        card_per_rank=True,
+        replicas_seconds=7e-3,
+        every=10**6,
+    )
+    current = padded(Placement.contiguous(16, 4), 6)
+    found = plan(PlanConfig(), counts_PE, (6,) * 4, current, costs, node_P=range(4))
+    assert found.num_replicas == 16
+    assert expected_balance(found, counts_PE.sum(0)) > 0.9

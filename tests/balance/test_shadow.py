@@ -10,8 +10,7 @@ from plans import shadow_costs as costs
 from strategies import counts_for, placements, zipf_counts
 
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows, most_gain, predict
-from moeclipse.balance.split import ReplicaTable, split_rows
+from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows, predict
 from moeclipse.core.errors import ConfigError
 
 
@@ -145,42 +144,3 @@ def test_forced_shadows_go_where_rows_are() -> None:
 def test_counts_of_another_shape_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"counts are \[2, 2\]"):
         choose_shadows(np.zeros((2, 2), dtype=np.int64), Placement.contiguous(4, 2), costs())
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_no_shadows_gain_more_than_the_bound(data: st.DataObject) -> None:
-    """Whatever is lent to whom, on near and far links, hidden or not."""
-    placement = data.draw(placements())
-    counts_PE = data.draw(counts_for(placement))
-    names = {"shared_wire": st.booleans(), "overlap": st.sampled_from([0.0, 0.3, 1.0])}
-    names |= {"num_parameters": st.sampled_from([1, 300, 10**5]), "far": st.sampled_from([1.0, 2.5])}
-    names |= {"row_forward": st.sampled_from([0.0, 1e-7, 4e-5])}
-    prices = costs(**{name: data.draw(values) for name, values in names.items()})
-    nodes = [rank % 2 for rank in range(placement.num_ranks)]
-    free_EP = ~placement.holds_EP
-    drawn = data.draw(st.lists(st.booleans(), min_size=free_EP.size, max_size=free_EP.size))
-    copies_EP = free_EP & np.array(drawn).reshape(free_EP.shape)
-    shadows = [(e, np.flatnonzero(row).tolist()) for e, row in enumerate(copies_EP) if row.any()]
-    if not shadows:
-        return
-    split = split_rows(counts_PE, ReplicaTable.of(placement), nodes)
-    table = ReplicaTable.of(placement)
-    leaving_PR = np.where(table.rank_R == np.arange(placement.num_ranks)[:, None], 0, split.rows_PR)
-    most = max(leaving_PR[:, table.expert_R == e].sum(1).max() for e, _ in shadows)
-    before = predict(counts_PE, placement, prices, (), node_P=nodes)
-    after = predict(counts_PE, placement, prices, shadows, node_P=nodes)
-    bound = most_gain(split.load_P, most, prices)
-    assert before.total - after.total <= bound + 1e-12 * before.total
-
-
-def test_the_bound_is_what_evening_out_leaves_behind_one_copy() -> None:
-    prices = costs(overlap=0.0)
-    copy = prices.parameter_seconds + prices.gradient_seconds
-    row = prices.row_forward + prices.row_backward
-    assert most_gain(np.array([300, 100]), 0, prices) == pytest.approx(100 * row - copy)
-    saved = 4 * prices.row_send
-    assert most_gain(np.array([300, 100]), 50, prices) == pytest.approx(100 * row - copy + 50 * saved)
-    assert most_gain(np.array([200, 200]), copy / saved + 1, prices) == np.inf, "rows alone pay for a copy"
-    hidden = costs(overlap=1.0)
-    assert most_gain(np.array([300, 100]), 0, hidden) == pytest.approx(100 * row)

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from moeclipse.balance.config import PlacementConfig
 from moeclipse.balance.drift import UNKNOWN, Drift
+from moeclipse.balance.regimes import Regimes
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import regular
 
@@ -68,6 +70,7 @@ class LoadTrace:
     average: LoadAverage = field(default_factory=LoadAverage)
     drift: Drift | None = None
     """Where the decay of the average is to follow it."""
+    regimes: Regimes = field(default_factory=Regimes)
     max_steps: int = 256
     every: int = 1
     steps: list[int] = field(default_factory=list)
@@ -78,6 +81,7 @@ class LoadTrace:
             self.drift = self.drift.add(counts_LPE.sum(1))
             past = LoadAverage() if self.drift.jumped else self.average
             self.average = replace(past, decay=self.drift.decay)
+            self.regimes = self.regimes.add(counts_LPE.sum(1), self.drift.jumped)
         self.average = self.average.add(counts_LPE)
         if step % self.every:
             return
@@ -93,6 +97,19 @@ class LoadTrace:
     def jumped(self) -> bool:
         """Whether the last step's loads were so far from those before that the average began anew."""
         return self.drift is not None and self.drift.jumped
+
+    def asks(self, config: PlacementConfig, step: int, idle: bool) -> bool:
+        """Whether a plan is asked for after this step: one that can be expected to be of use.
+
+        `idle`: no other one is under way.
+        """
+        asked = config.due(step) or self.jumped or (idle and self.regimes.looks_again)
+        return asked and self.average.sum_LPE is not None and self.lasting(config) > 0
+
+    def lasting(self, config: PlacementConfig) -> int:
+        """Steps in which a plan that is asked for now has to win more than its moves cost."""
+        left = self.regimes.lasting(config.lifetime + config.delay) - config.delay
+        return max(left, 0)
 
     def error(self, steps: float) -> float:
         """How far loads will be from their average so many steps ahead, in mean loads."""

@@ -80,6 +80,10 @@ class PlacementCosts:
     """Of a step of a layer that has replicas, however few, beside their bytes."""
     copy_bandwidth: float = 0.0
     """Bytes per second of a rank's parameters, gradients and state, where slower than rows; 0: not known."""
+    row_doubt: float = 0.0
+    """Part that seconds of rows may be off by, as they were measured, ..."""
+    wire_doubt: float = 0.0
+    """... and those of all that travels."""
     shared_owners: bool = True
     """Replicas own their expert together; else its primary gets all gradients: a yardstick."""
 
@@ -88,7 +92,7 @@ class PlacementCosts:
             f"{name} ({getattr(self, name)}) must not be negative"
             for name in (
                 *("row_seconds", "row_bytes", "weight_bytes", "gradient_bytes", "state_bytes"),
-                *("loan_seconds", "replicas_seconds", "copy_bandwidth"),
+                *("loan_seconds", "replicas_seconds", "copy_bandwidth", "row_doubt", "wire_doubt"),
             )
             if getattr(self, name) < 0
         ]
@@ -159,6 +163,8 @@ class PlacementCosts:
             loan_seconds=probe.get("loan") or 0.0,
             replicas_seconds=probe.get("sync") or 0.0,
             copy_bandwidth=probe.get("sync_bandwidth") or 0.0,
+            row_doubt=probe.get("row_doubt") or 0.0,
+            wire_doubt=probe.get("wire_doubt") or 0.0,
             every=every,
         )
 
@@ -190,6 +196,11 @@ class PlacementCosts:
     def copy_seconds(self, node_P: Sequence[int] = (0,)) -> float:
         """Of each copy: its gradients to their owners, and the new weights back."""
         return (self.gradient_bytes + self.weight_bytes) / self._bandwidth_of_copies(node_P)
+
+    def unsure_seconds(self, score: Score) -> float:
+        """That a step of a layer may be off by: what wins less is no better than what there is."""
+        rows = score.fullest + score.drift
+        return self.row_doubt * rows + self.wire_doubt * (score.near + score.cross + score.sync)
 
     def sync_seconds(self, copies: float, node_P: Sequence[int] = (0,)) -> float:
         """Of so many copies on a rank; of none nothing."""

@@ -156,8 +156,9 @@ def search_tier(config: PlanConfig, offers: Offers) -> None:
         offers.offer(few_moves(config, problem))
     worth = config.min_gain if rough else max(config.min_gain, problem.turnover)
     if (rough or not large or problem.num_nodes > 1) and offers.can_win(worth):
-        start, tries = clean_start(offers, rough), tries_of(problem, CLEAN_TRIES)
-        offers.offer(improved(start, problem.num_slots, tries).placement())
+        tries = tries_of(problem, CLEAN_TRIES)
+        for start in clean_starts(offers, rough):
+            offers.offer(improved(start, problem.num_slots, tries).placement())
     best = packed(offers.table, problem.tier) if by_sets else None
     if best is not None:
         offers.offer(steadied(Draft.of(best, problem)).placement())
@@ -170,7 +171,7 @@ def search_by_sets(config: PlanConfig, offers: Offers, rough: bool) -> None:
     if now is not None:
         starts.append(Draft.of(now, problem))
     if rough and offers.can_win(config.min_gain):
-        starts.append(clean_start(offers, rough))
+        starts += clean_starts(offers, rough)
     if starts:
         found = steadied(min(starts, key=lambda draft: draft.seconds))
         tries = max(tries_for(problem.tier, POLISH_TRIES), LEAST_POLISH)
@@ -249,15 +250,23 @@ def few_moves(config: PlanConfig, problem: PlanProblem) -> Placement:
     return improved(start, moves_of(config, problem), tries_of(problem, FEW_TRIES)).placement()
 
 
-def clean_start(offers: Offers, rough: bool) -> Draft:
-    """The better of two tables, over nodes of several; what a tier gives depends on it alone."""
+def clean_starts(offers: Offers, rough: bool) -> list[Draft]:
+    """The best of some tables with replicas, and one without: a search adds few, and takes few back.
+
+    Of large tables the better of both. What a tier gives depends on it alone.
+    """
     problem = offers.problem
     greedy = plan_greedy(problem.load_E, problem.tier)
     price = offers.offer(greedy, yardstick=rough)
+    alone = renamed(plan_greedy(problem.load_E, problem.tier, spare=False), problem)
     if problem.num_nodes > 1:
-        return start_over_nodes(offers, renamed(greedy, problem))
-    start = Draft.of(wrap_filled(problem, problem.tier, spare=False), problem)
-    return start if start.seconds <= price else Draft.of(renamed(greedy, problem), problem)
+        start = start_over_nodes(offers, renamed(greedy, problem))
+        offers.offer(alone)
+    else:
+        start = Draft.of(wrap_filled(problem, problem.tier, spare=False), problem)
+        start = start if start.seconds <= price else Draft.of(renamed(greedy, problem), problem)
+    starts = [start, Draft.of(alone, problem)]
+    return starts if problem.num_slots <= SMALL else [min(starts, key=lambda draft: draft.seconds)]
 
 
 def start_over_nodes(offers: Offers, greedy: Placement) -> Draft:

@@ -61,15 +61,19 @@ def plan_random(num_experts: int, slots_P: Sequence[int], seed: int = 0) -> Plac
     return placement_of(rows, slots_P)
 
 
-def plan_greedy(load_E: np.ndarray, slots_P: Sequence[int]) -> Placement:
-    """The baseline: replicas by load per replica, largest first onto the least loaded rank."""
+def plan_greedy(load_E: np.ndarray, slots_P: Sequence[int], spare: bool = True) -> Placement:
+    """The baseline: replicas by load per replica, largest first onto the least loaded rank.
+
+    Without `spare` no expert gets a second replica.
+    """
     num_experts = len(load_E)
     loads = load_E.astype(float).tolist()
     holders = sum(count > 0 for count in slots_P)
     replicas = [1] * num_experts
     queue = [(-load, expert) for expert, load in enumerate(loads)]
     heapq.heapify(queue)
-    for _ in range(sum(min(count, num_experts) for count in slots_P) - num_experts):
+    room = sum(min(count, num_experts) for count in slots_P) if spare else num_experts
+    for _ in range(room - num_experts):
         while queue and replicas[queue[0][1]] >= holders:
             heapq.heappop(queue)
         if not queue:

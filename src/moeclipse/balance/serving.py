@@ -68,7 +68,7 @@ def choose_serving(
         )
         if after.total < best.total:
             best, chosen = after, shadows
-    if not chosen or best.total > (1 - costs.min_gain) * before.total:
+    if not chosen or before.total - best.total < costs.worthwhile(before):
         return ShadowPlan(shadows=(), before=before, after=before)
     return ShadowPlan(shadows=chosen, before=before, after=best, serving=True)
 
@@ -81,7 +81,8 @@ def spilled(split: Split, placement: Placement, costs: ShadowCosts, level: float
     # Of each expert what each rank computes.
     share_PE = np.zeros((placement.num_ranks, placement.num_experts))
     np.add.at(share_PE, (split.table.rank_R, split.table.expert_R), split.rows_PR.sum(0))
-    row = costs.row_forward + costs.row_backward
+    # Nearly all rows of an expert come from elsewhere: on slow wires they are what a rank has too much of.
+    row = 4 * costs.row_send + costs.row_forward + costs.row_backward
     copy = costs.parameter_seconds + costs.gradient_seconds
     least = copy / (HALVES * row) if row > 0 else np.inf
     given: dict[int, set[int]] = {}

@@ -94,23 +94,9 @@ def choose_shadows(
         seen.append((time, tuple((e, tuple(sorted(chosen[e]))) for e in sorted(chosen))))
     shadows = next(shadows for time, shadows in seen if time <= NEAR_BEST * best)
     after = predict(counts_PE, placement, costs, shadows, node_P=node_P, table=traffic.table)
-    if after.total > (1 - costs.min_gain) * before.total:
+    if before.total - after.total < costs.worthwhile(before):
         return ShadowPlan(shadows=(), before=before, after=before)
     return ShadowPlan(shadows=shadows, before=before, after=after)
-
-
-def most_gain(load_P: np.ndarray, most_sent: float, costs: ShadowCosts) -> float:
-    """No shadows can save more seconds of a call than this.
-
-    `load_P`: rows that each rank computes; `most_sent`: most rows of one rank for one expert that leave it.
-    Ranks cannot become more even than even. A rank sends or receives at most `most_sent` rows less for each
-    copy that it takes in or gives away; where that does not pay by itself, one copy at least is paid for.
-    """
-    copy, saved = costs.parameter_seconds + costs.gradient_seconds, 4 * costs.row_send * most_sent
-    if saved >= copy:
-        return np.inf
-    even = float(load_P.max() - load_P.mean()) * (costs.row_forward + costs.row_backward)
-    return even - (1 - costs.overlap) * (copy - saved)
 
 
 def forced_shadows(

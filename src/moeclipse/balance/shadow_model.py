@@ -28,7 +28,7 @@ from moeclipse.core.errors import ConfigError
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 FAR_GRAIN = 16
 MIN_GAIN = 0.02
-"""Less than that of a layer's time is not worth a copy; nor is less than its prices may be off by."""
+"""Less than that of a layer's time is not worth a copy."""
 POWER = 8
 """`merit` is this power mean over ranks: it feels the fullest rank, and the next ones behind it."""
 
@@ -60,12 +60,16 @@ class ShadowCosts:
     min_rows: int = 1
     """A rank with fewer rows of an expert gets no copy of it, whatever they cost."""
     min_gain: float = MIN_GAIN
-    """Shadows must make the layer faster by this part of its time, or none is used."""
+    """Shadows must make the layer faster by this part of its time, or none is used; ..."""
+    row_doubt: float = 0.0
+    """... nor where they win less than prices may be off by: those of computing rows by this part, ..."""
+    wire_doubt: float = 0.0
+    """... those of all that travels by this."""
 
     def __post_init__(self) -> None:
         names = (
             *("row_forward", "row_backward", "row_send", "parameter_bytes", "gradient_bytes"),
-            *("parameter_byte", "gradient_byte", "copy", "min_gain"),
+            *("parameter_byte", "gradient_byte", "copy", "min_gain", "row_doubt", "wire_doubt"),
         )
         problems = [
             f"{name} ({getattr(self, name)}) must not be negative"
@@ -96,6 +100,14 @@ class ShadowCosts:
         row = 4 * self.row_send + self.row_forward + self.row_backward
         copy = self.parameter_seconds + self.gradient_seconds
         return max(self.min_rows, copy / row) if row > 0 else np.inf
+
+    def worthwhile(self, before: Latency) -> float:
+        """Seconds of a layer that shadows have to win."""
+        compute = before.forward_compute + before.backward_compute
+        unsure = self.row_doubt * compute + self.wire_doubt * (before.forward_wire + before.backward_wire)
+        # Where one hides behind the other only the longer one counts.
+        most = max(self.row_doubt, self.wire_doubt) * before.total
+        return max(self.min_gain * before.total, min(unsure, most))
 
     @classmethod
     def from_shapes(

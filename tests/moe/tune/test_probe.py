@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from layer_parity import gradients, make
 
-from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.objective import PlacementCosts, score
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.shadow_model import MIN_GAIN
+from moeclipse.balance.shadow_model import MIN_GAIN, Latency
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
@@ -200,8 +201,17 @@ def test_what_trials_cannot_tell_is_unknown_and_nothing_is_chosen_by_it(kind: st
 
 
 def test_what_is_lent_wins_more_than_figures_may_be_off_by() -> None:
-    assert PROBE.shadow_costs(overlap=1.0).min_gain == MIN_GAIN
-    assert replace(PROBE, doubt=0.3).shadow_costs(overlap=1.0).min_gain == 0.3
+    """Rows and wires apart: what is known well counts where it is most of a layer."""
+    doubted = replace(PROBE, row_doubt=0.3, wire_doubt=0.05)
+    one_go = {"forward_compute": 1.0, "forward_wire": 20.0, "backward_compute": 2.0, "backward_wire": 20.0}
+    before = Latency(**one_go, overlap=0.0)
+    assert PROBE.shadow_costs(overlap=0.0).worthwhile(before) == MIN_GAIN * before.total
+    assert doubted.shadow_costs(overlap=0.0).worthwhile(before) == pytest.approx(0.3 * 3 + 0.05 * 40)
+    hidden = Latency(**{**one_go, "forward_wire": 1.0, "backward_wire": 2.0}, overlap=1.0)
+    assert doubted.shadow_costs(overlap=1.0).worthwhile(hidden) == pytest.approx(0.3 * 3), "not twice"
+    costs = PlacementCosts.from_measured(asdict(doubted), every=50)
+    now = score(Placement.contiguous(2, 2), np.array([[9, 1], [5, 5]]), costs)
+    assert costs.unsure_seconds(now) == pytest.approx(0.3 * now.fullest + 0.05 * now.near)
 
 
 def test_sizes_are_written_as_they_are_read_back() -> None:

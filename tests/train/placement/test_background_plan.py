@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,16 @@ def test_plans_that_win_too_little_of_a_step_stay_undone() -> None:
     assert now > then > 0
     assert all(new != request.current for new, request in zip(free.placements, requests, strict=True))
     assert background_plan.propose(7, requests, least_s=0.99 * (now - then)) == free
-    won = (now - then) / now
-    given = {"least_s": 1e-12, "doubt": 0.99 * won}
-    assert background_plan.propose(7, requests, **given) == free  # type: ignore[arg-type]
-    unsure = background_plan.propose(7, requests, least_s=1e-12, doubt=1.01 * won)
+    rows = sum(request.problem.judge(request.current).fullest for request in requests)
+
+    def doubted(part: float) -> list[PlanRequest]:
+        costs = replace(CHEAP, row_doubt=part * (now - then) / rows)
+        return [replace(request, costs=costs) for request in requests]
+
+    assert background_plan.propose(7, doubted(0.99), least_s=1e-12).placements == free.placements
+    unsure = background_plan.propose(7, doubted(1.01), least_s=1e-12)
     assert unsure.placements == tuple(one.current for one in requests), "no more than prices may be off by"
-    assert background_plan.propose(7, requests, doubt=1.01 * won) == free, "what was asked for is done"
+    assert background_plan.propose(7, doubted(1.01)).placements == free.placements, "what was asked is done"
     kept = background_plan.propose(7, requests, least_s=1.01 * (now - then))
     assert kept.placements == tuple(request.current for request in requests)
     assert kept.seconds == (now, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from test_trainer import configure, whole
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeclipse import MoE
+from moeclipse.balance.asking import Asking
 from moeclipse.balance.load import Load
+from moeclipse.balance.regimes import Regimes
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -149,6 +152,24 @@ def test_a_long_run_writes_ever_more_seldom(tmp_path: Path) -> None:
     load = Load.read(file)
     assert len(load.steps_N) <= 256
     assert (load.steps_N[0], load.steps_N[-1], load.every) == (0, 1496, 8)
+
+
+def test_loads_that_jump_make_layers_ask_for_shadows_anew() -> None:
+    """And a resumed run knows as much of how long loads last."""
+    rng, seen = np.random.default_rng(0), torch.zeros(1, 3, dtype=torch.int64)
+    history, asking, rested = LoadHistory(), Asking(), []
+    layer: Any = SimpleNamespace(schedule=SimpleNamespace(shadows=SimpleNamespace(asking=asking)))
+    for step in range(40):
+        weights_E = np.ones(8)
+        weights_E[0 if step < 30 else 7] = 6.0
+        drawn = torch.from_numpy(rng.multinomial(4000, weights_E / weights_E.sum(), size=(2, 1)))
+        asking.asks, asking.left = False, 64
+        history.add(step, StepLoad(counts_PLE=drawn, seen_L3=seen, load_LE=drawn.sum(0)), [layer])
+        rested += [] if asking.asks else [step]
+    assert rested == [step for step in range(40) if step != 30]
+    assert [steps for steps, _ in history.trace.regimes.past] == [30]
+    pieces = {piece.name: piece.data for piece in history.pieces()}
+    assert Regimes.from_numbers(pieces["load/regimes"].tolist()) == history.trace.regimes
 
 
 def test_place_draws_what_training_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

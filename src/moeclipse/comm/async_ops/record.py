@@ -95,6 +95,11 @@ class Recorder:
         self.marks = None if self.marks is None else []
         self.active = True
 
+    @property
+    def step_so_far_s(self) -> float:
+        """Of the host's clock, since the step began."""
+        return 1e-9 * (time.perf_counter_ns() - self._origin[0])
+
     @contextmanager
     def compute(self, what: object = "compute") -> Iterator[None]:
         begun = self.stamp() if self.active else None

@@ -27,6 +27,7 @@ from typing import Any, NotRequired
 import numpy as np
 import torch
 
+from moeclipse.balance.asking import AskingState
 from moeclipse.balance.shadow import ShadowPlan
 from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.comm.mesh import Mesh
@@ -41,7 +42,7 @@ from moeclipse.moe.tune.cut_choice import CutChoice, CutState, LayerChoice
 from moeclipse.moe.tune.fixed_prices import fixed_prices
 from moeclipse.moe.tune.granularity import Granularity, Groups
 from moeclipse.moe.tune.probe import Probe
-from moeclipse.moe.tune.shadow_choice import NOBODY, ShadowChoice, ShadowState, gather_counts
+from moeclipse.moe.tune.shadow_choice import NOBODY, ShadowChoice, gather_counts
 from moeclipse.moe.tune.shadow_price import measured
 from moeclipse.moe.tune.stopwatch import Stopwatch, tell
 from moeclipse.ops.sending import MOST_CHOICES
@@ -79,6 +80,8 @@ class Decision:
     counts_PE: np.ndarray
     """Pairs of each rank for each expert, where shadows were asked for; else empty."""
     costs: ShadowCosts | None
+    serves: bool
+    """Whether shadows of this call may compute rows of other ranks."""
     watch: Stopwatch | None
     """Times the call, while that is wanted."""
 
@@ -120,7 +123,7 @@ class PolicyState(CutState):
     """Of a layer's policy in a checkpoint; the first ones lack what may be left out."""
 
     calls: NotRequired[int]
-    shadows: NotRequired[ShadowState]
+    shadows: NotRequired[AskingState]
 
 
 class ExchangeSchedule:
@@ -174,11 +177,11 @@ class ExchangeSchedule:
         if learns:
             self._measure(ids_TK, dispatcher, experts, mesh, where)
         watch = self.cuts.watch if decided is None else None
-        decided = decided or Decided(use=self.cuts.use, probe=self.probe, asks=self.shadows.asks)
-        costs, mine, counts_PE = None, None, NOBODY
+        decided = decided or Decided(use=self.cuts.use, probe=self.probe, asks=self.shadows.asking.asks)
+        costs, mine, counts_PE, may_serve = None, None, NOBODY, serves(plain)
         if self.shadows.wanted != "off" or self.shadows.policy is not None:
             costs = self._shadow_costs(decided)
-            asked = (ids_TK, dispatcher, where, costs, decided.asks, serves(plain))
+            asked = (ids_TK, dispatcher, where, costs, decided.asks, may_serve)
             mine, counts_PE = self.shadows.choose(*asked)
         guests = self.shadows.guests(dispatcher) if mine is not None else None
         shape = self.shape(shadows=mine is not None, use=decided.use, serving=guests is not None)
@@ -191,6 +194,7 @@ class ExchangeSchedule:
             guests=guests,
             counts_PE=counts_PE,
             costs=costs,
+            serves=may_serve,
             watch=watch,
         )
 
@@ -198,7 +202,7 @@ class ExchangeSchedule:
         """After sizes have travelled: how many rows this rank computes, and whether to ask for shadows."""
         probe = decision.decided.probe
         if decision.costs is not None and probe is not None and self.shadows.automatic:
-            self.shadows.learn(plan, decision.costs, probe)
+            self.shadows.learn(plan, decision.costs, probe, decision.serves)
         shadowed = decision.shadowed if decision.shadows else []
         self._count(plan, sum(shadowed), guests=decision.guests is not None)
 
@@ -242,12 +246,12 @@ class ExchangeSchedule:
 
     def state(self) -> PolicyState:
         """What a resumed run needs to cut rows and to lend as this one does, JSON-able."""
-        return {**self.cuts.state(), "calls": self._calls, "shadows": self.shadows.state()}
+        return {**self.cuts.state(), "calls": self._calls, "shadows": self.shadows.asking.state()}
 
     def load_state(self, state: PolicyState) -> None:
         calls = state.get("calls", 0)
         if "shadows" in state:
-            self.shadows.load_state(state["shadows"])
+            self.shadows.asking.load_state(state["shadows"])
         if self._known is not None and calls >= 2:
             self._calls = calls
             self._repeat(self._known, cuda=False, calls=calls - 1)

@@ -9,8 +9,9 @@ hosts are measured apart, each in both ways, and whether the ranks of a host sha
 latter. All ranks leave with the same numbers, because whoever decides from them must decide alike.
 
 Where more of something took no longer that could be seen, it is tried again with more of it, and is None if
-that does not help (`moe/tune/stopwatch`): whoever decides does the plain thing then. `doubt` says how far
-figures may be off; what is decided from them has to win more than that.
+that does not help (`moe/tune/stopwatch`): whoever decides does the plain thing then. Doubts say how far
+figures may be off, rows and wires apart: on a slow wire it hardly matters that a busy processor made trials
+of experts scatter. What is decided from figures has to win more than that.
 
     near, far    cost/exchange    what an exchange takes that is cut by hosts
                  balance/objective, by `from_measured`    what planners charge, card by card
@@ -26,7 +27,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 
-from moeclipse.balance.shadow_model import FAR_GRAIN, MIN_GAIN, ShadowCosts
+from moeclipse.balance.shadow_model import FAR_GRAIN, ShadowCosts
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.exchange.dispatch import Dispatcher
@@ -85,7 +86,11 @@ class Probe:
     sync_bandwidth: float | None = 0.0
     """... and bytes per second of their gradients and weights; 0: not measured."""
     doubt: float = 0.0
-    """Part of rows and wires that figures may be off by, as trials scattered."""
+    """Part that figures may be off by, as trials scattered: the most of ..."""
+    row_doubt: float = 0.0
+    """... what computing rows takes, and ..."""
+    wire_doubt: float = 0.0
+    """... what links carry."""
     fixed: bool = False
     """Nothing was measured: the prices of `moe/tune/fixed_prices`, which are the same in every run."""
 
@@ -139,7 +144,8 @@ class Probe:
             copy=self.latency + self.loan,
             overlap=overlap,
             shared_wire=self.shared_wire,
-            min_gain=max(MIN_GAIN, self.doubt),
+            row_doubt=self.row_doubt,
+            wire_doubt=self.wire_doubt,
             far=max(round(FAR_GRAIN * near / far) / FAR_GRAIN, 1.0) if far else 1.0,
         )
 
@@ -208,7 +214,8 @@ def measure(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe
     sizes = ExpertSizes.of(pairs, mesh)
     given = (sizes.parameters, sizes.weight_dtype, sizes.held)
     fixed, bytes_per_s = sync_price(*given, dispatcher.group, mesh)
-    slopes = (forward, backward, *near.slopes, *(() if far is None else far.slopes))
+    row_doubt = doubt_of(forward, backward)
+    wire_doubt = doubt_of(*near.slopes, *(() if far is None else far.slopes))
     alone, together = near.alone.rate, near.together.rate
     return Probe(
         row_forward=forward.each,
@@ -221,10 +228,17 @@ def measure(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe
         num_ranks=dispatcher.group.size,
         sync=fixed,
         sync_bandwidth=bytes_per_s,
-        doubt=max((slope.doubt for slope in slopes if slope.each is not None), default=0.0),
+        doubt=max(row_doubt, wire_doubt),
+        row_doubt=row_doubt,
+        wire_doubt=wire_doubt,
         **sizes.as_bytes(),
         **(NOTHING_FAR if far is None else far.as_far()),
     )
+
+
+def doubt_of(*slopes: Slope) -> float:
+    """The most of those that trials could tell."""
+    return max((slope.doubt for slope in slopes if slope.each is not None), default=0.0)
 
 
 def _rows(pairs: PairwiseExperts, mesh: Mesh) -> tuple[Slope, Slope, float]:

@@ -1,13 +1,8 @@
 """Which experts have shadows in a call of a layer: whether to ask, what to ask for, and the answer.
 
-    call n        rows travel; everyone knows how many went where: could shadows have saved time?
-    call n + 1    if so: the counts of this call are exchanged first, and `balance/shadow` chooses from them
-
-Idea. The exact answer needs an exchange of its own, and a search, in every call of every layer. A bound needs
-neither: it is read off the sizes that travel anyway (`balance/shadow.most_gain`). So a layer asks where the
-call before could have gained more than asking takes; loads that are even, or whose shadows would cost what
-they save, are left in peace for LOOK calls. Where an answer gains less than asking takes, the layer rests for
-one call, then for two, four, ... Experts that were named have shadows in every call.
+A layer asks where the call before could have gained more than asking takes (`balance/asking`): then the
+counts of this call are exchanged first, and `balance/shadow` and `balance/serving` choose from them. Experts
+that were named have shadows in every call, and a policy of one's own is asked in every call.
 
 Contract. All ranks of the layer's group know the same sizes and prices, so all of them ask, or none. Whether
 the next call asks is part of a checkpoint: a resumed run lends as the first one would have.
@@ -17,13 +12,13 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import TypedDict
 
 import numpy as np
 import torch
 
+from moeclipse.balance.asking import Asking, CallLoads
 from moeclipse.balance.serving import with_guests
-from moeclipse.balance.shadow import ShadowPlan, forced_shadows, most_gain
+from moeclipse.balance.shadow import ShadowPlan, forced_shadows
 from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.balance.shadow_policy import FREE, ShadowPolicy, ShadowQuestion
 from moeclipse.comm.async_ops.lane import gather_to_host
@@ -35,16 +30,6 @@ from moeclipse.moe.gate.routing import count_experts, pairs_and_rows
 from moeclipse.moe.tune.probe import Probe
 
 NOBODY = np.empty((0, 0))
-LONGEST_REST = 64
-"""Calls between two answers that were not worth asking for."""
-LOOK = 8
-"""Calls between two looks at the sizes that travelled, where nothing was to be gained."""
-
-
-class ShadowState(TypedDict):
-    asks: bool
-    rest: int
-    left: int
 
 
 class ShadowChoice:
@@ -54,10 +39,8 @@ class ShadowChoice:
         wanted = config.shadow if len(hosts) > 1 else "off"
         self.wanted = "off" if wanted == () else wanted
         self.hosts = hosts
-        self.asks = True
+        self.asking = Asking()
         """Whether the next call does, where shadows are chosen from costs."""
-        self.rest = self.left = 0
-        """Calls that it rests after an answer that was not worth it; calls that are left until it looks."""
         self.plan: ShadowPlan | None = None
         """Of the last call; None where it did not ask."""
         self.policy: ShadowPolicy | None = None
@@ -156,40 +139,16 @@ class ShadowChoice:
         table = np.array(gather_to_host(dispatcher.lane, dispatcher.group, mine, label_of(where)).get())
         return table[:, 0], table[:, 1]
 
-    def learn(self, plan: DispatchPlan, costs: ShadowCosts, probe: Probe) -> None:
+    def learn(self, plan: DispatchPlan, costs: ShadowCosts, probe: Probe, serves: bool = False) -> None:
         """After a call whose rows travelled like this: does the next one ask?"""
         if self.plan is not None:  # it has asked
-            pays = self.plan.gain > probe.look
-            self.rest = 0 if pays else min(max(2 * self.rest, 1), LONGEST_REST)
-            self.left, self.asks = self.rest, pays
+            self.asking.after_answer(self.plan.gain, probe.look)
             return
-        self.left = max(self.left - 1, 0)
-        if self.left:
-            return
-        load_P, most_sent = loads_of(plan.sizes.pairs_by_slot(), plan.dispatcher)
-        pace = float(load_P.max()) * (costs.row_forward + costs.row_backward)
-        self.asks = most_gain(load_P, most_sent, costs) > probe.look + costs.min_gain * pace
-        if not self.asks:
-            self.left = LOOK
-
-    def state(self) -> ShadowState:
-        """What a resumed run needs to ask as this one does."""
-        return {"asks": self.asks, "rest": self.rest, "left": self.left}
-
-    def load_state(self, state: ShadowState) -> None:
-        self.asks, self.rest, self.left = state["asks"], state["rest"], state["left"]
-
-
-def loads_of(pairs_PR: np.ndarray, dispatcher: Dispatcher) -> tuple[np.ndarray, int]:
-    """(pairs that each rank computes, most pairs of one rank for one expert that leave it)."""
-    ranks = np.arange(dispatcher.group.size)
-    rank_R = np.repeat(ranks, np.diff(dispatcher.slot_bounds))
-    load_P = np.bincount(rank_R, pairs_PR.sum(0), len(ranks))
-    experts_R = np.array([expert for row in dispatcher.placement.slots for expert in row], dtype=np.int64)
-    sent_EP = np.zeros((dispatcher.placement.num_experts + 1, len(ranks)), dtype=np.int64)
-    leaving_PR = np.where(rank_R == ranks[:, None], 0, pairs_PR)
-    np.add.at(sent_EP, experts_R, leaving_PR.T)  # an empty slot, -1, adds zeros at the end
-    return load_P, int(sent_EP.max(initial=0))
+        loads = None
+        if self.asking.looks:
+            given = (plan.sizes.pairs_by_slot(), plan.dispatcher.placement, self.hosts, costs.far)
+            loads = CallLoads.of(*given)
+        self.asking.after_call(loads, costs, probe.look, serves)
 
 
 def gather_counts(ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str) -> np.ndarray:

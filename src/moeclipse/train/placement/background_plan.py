@@ -81,13 +81,17 @@ class PlanRequest:
         problem = replace(self.problem, noise=0.0, lends=False)
         return max(problem.judge(problem.start).total - problem.bound, 0.0)
 
-    def seconds(self, new: Placement) -> tuple[float, float]:
-        """Of a step of this layer, as predicted: as it is placed now, and under another placement."""
+    def seconds(self, new: Placement) -> tuple[float, float, float]:
+        """Of a step of this layer, as predicted: as it is placed now, and under another placement.
+
+        And what the first of them may be off by.
+        """
         problem = self.problem
         try:
-            return problem.judge(self.current).total, problem.judge(new).total
+            now = problem.judge(self.current)
+            return now.total, problem.judge(new).total, self.costs.unsure_seconds(now)
         except Exception:  # a plan that does not fit has no price: the vote refuses it, and says why
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
 
 
 Picked = Callable[[int, Sequence[PlanRequest]], Collection[int]]
@@ -152,20 +156,19 @@ def propose(
     requests: Sequence[PlanRequest],
     picked: Picked = all_layers,
     least_s: float = 0.0,
-    doubt: float = 0.0,
 ) -> Proposal:
-    """Layers that are not picked stay as they are, and so do all that together win less than `least_s`.
+    """Layers that are not picked stay as they are.
 
-    `doubt`: part of all seconds that costs may be off by; what wins less is no better than what there is.
+    So do all where `least_s` is given and they win less together, or less than prices may be off by.
     """
     searched = picked(step, requests)
     now_held = tuple(request.current for request in requests)
     placements = tuple(r.plan() if i in searched else r.current for i, r in enumerate(requests))
     loads = tuple(tuple(request.counts_PE.sum(0).tolist()) for request in requests)
     pairs = [r.seconds(new) for r, new in zip(requests, placements, strict=True)]
-    now, then = sum(now for now, _ in pairs), sum(then for _, then in pairs)
+    now, then, unsure = (sum(each[column] for each in pairs) for column in range(3))
     # What somebody asked for is done, even if it loses.
-    if least_s > 0 and now - then < max(least_s, doubt * now):
+    if least_s > 0 and now - then < max(least_s, unsure):
         placements, then = now_held, now
     return Proposal(step=step, placements=placements, expected=loads, seconds=(now, then))
 
@@ -257,7 +260,6 @@ class BackgroundPlanner:
         picked: Picked = all_layers,
         least_s: float = 0.0,
         timed: Callable[[PlanRequest], float] | None = None,
-        doubt: float = 0.0,
     ) -> None:
         """On all ranks, at the same step. `timed` times a search behind the plan; the rest: `propose`."""
         if self.pending is not None:
@@ -269,7 +271,7 @@ class BackgroundPlanner:
             self._search_s = None if timed is None else timed(requests[0])
 
         if self.leads:
-            self.thread.start(lambda: propose(step, requests, picked, least_s, doubt).to_json(), time_search)
+            self.thread.start(lambda: propose(step, requests, picked, least_s).to_json(), time_search)
 
     def drop(self) -> None:
         """Forget a plan that is under way: it was asked for with loads that are no longer. On all ranks."""

@@ -26,6 +26,8 @@ import torch
 
 from moeclipse.balance.drift import NUMBERS, Drift
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
+from moeclipse.balance.regimes import NUMBERS as REGIME_NUMBERS
+from moeclipse.balance.regimes import Regimes
 from moeclipse.balance.split import balance_of, pour
 from moeclipse.comm.async_ops.exchange import total
 from moeclipse.comm.async_ops.lane import gather
@@ -157,9 +159,14 @@ class LoadHistory:
         """The moving average that planners read; the same on every rank."""
         return self.trace.average
 
-    def add(self, step: int, load: StepLoad) -> None:
-        if load.counts_PLE.numel():
-            self.trace.add(step, load.counts_PLE.transpose(0, 1).numpy())
+    def add(self, step: int, load: StepLoad, layers: Sequence[MoE] = ()) -> None:
+        """`layers`: those of this rank, which ask for shadows anew where loads have jumped."""
+        if not load.counts_PLE.numel():
+            return
+        self.trace.add(step, load.counts_PLE.transpose(0, 1).numpy())
+        if self.trace.jumped:
+            for layer in layers:
+                layer.schedule.shadows.asking.look_again()
 
     def average_by_layer(self) -> list[list[float]]:
         """Rows per step of each layer's experts, from all ranks."""
@@ -204,6 +211,8 @@ class LoadHistory:
             yield Piece(name="load/drift_2LE", shape=tuple(seen.shape), start=0, data=seen.flatten())
             numbers = torch.tensor(drift.numbers(), dtype=torch.float64)
             yield Piece(name="load/drift", shape=(NUMBERS,), start=0, data=numbers)
+            lasted = torch.tensor(self.trace.regimes.numbers(), dtype=torch.float64)
+            yield Piece(name="load/regimes", shape=(REGIME_NUMBERS,), start=0, data=lasted)
 
     def load(self, checkpoint: Checkpoint, num_ranks: int) -> None:
         """The average of a checkpoint; another number of ranks shares its rows evenly."""
@@ -218,3 +227,5 @@ class LoadHistory:
             last_LE, anchor_LE = checkpoint.read("load/drift_2LE").view(shape).numpy()
             numbers = checkpoint.read("load/drift").tolist()
             self.trace.drift = Drift.from_numbers(numbers, last_LE, anchor_LE)
+        if self.trace.drift is not None and "load/regimes" in checkpoint:
+            self.trace.regimes = Regimes.from_numbers(checkpoint.read("load/regimes").tolist())

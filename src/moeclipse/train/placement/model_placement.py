@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 from torch import nn
@@ -74,8 +74,6 @@ class ModelPlacement:
         self.planner = BackgroundPlanner(mesh)
         self.choices = Choices(mesh)
         self.costs: PlacementCosts | None = None
-        self.doubt = 0.0
-        """Part of a layer's seconds that costs may be off by: a plan of auto has to win more."""
         self.how_sure = ""
         self.unpriced = False
         """Whether trials could not tell what a planner must know: auto leaves experts where they are."""
@@ -127,7 +125,7 @@ class ModelPlacement:
         """What is to be done between two steps, where there are layers to place; returns what is to be said
         about it. Collective."""
         self.taken = {}
-        self.steps.tick()
+        self.steps.add(self.mesh.recorder.step_so_far_s)
         config, done = self.config, step + 1
         if any(placed.layer.schedule.cuts.trials is not None for placed in self.layers):
             self._tried_until = done
@@ -152,7 +150,7 @@ class ModelPlacement:
             notes += self.move(proposal)
         if loads.jumped:
             self.planner.drop()
-        if (self.config.due(step) or loads.jumped) and loads.average.sum_LPE is not None:
+        if loads.asks(self.config, step, self.planner.pending is None):
             if self.costs is None and (told := self._price()):
                 notes.append(told)
             if self.costs is not None:
@@ -175,8 +173,11 @@ class ModelPlacement:
             probe = layer.measure_costs(fixed_prices)
         per_node = max(Counter(layer.schedule.hosts).values())
         self.costs = costs_of(probe, self.config.lifetime, per_node, self.rows_saved)
-        self.doubt = probe.doubt if self.config.at_ease else 0.0
-        self.how_sure = "by fixed prices" if probe.fixed else f"give or take {100 * probe.doubt:.0f} %"
+        self.how_sure = (
+            "by fixed prices"
+            if probe.fixed
+            else (f"rows give or take {100 * probe.row_doubt:.0f} %, wires {100 * probe.wire_doubt:.0f} %")
+        )
         return ""
 
     def _ask(self, step: int, requests: Sequence[PlanRequest]) -> None:
@@ -189,14 +190,14 @@ class ModelPlacement:
         if known is None:
             # All layers are searched in the first round: how long that takes is asked in the second.
             self._know({"step_s": self._of_leader(self.steps.median_s)})
-            given = (requests, all_layers, self._least_s, search_seconds, self.doubt)
+            given = (requests, all_layers, self._least_s, search_seconds)
             self.planner.request(step, *given)
             return
         if "search_s" not in known:
             mine = (self.planner.search_s or search_seconds(requests[0])) if self.planner.leads else 0.0
             known = self._know({**known, "search_s": self._of_leader(mine)})
         budget = SearchBudget(**known, every=self.config.every, first=self.config.start_step)
-        self.planner.request(step, requests, budget.picked, self._least_s, doubt=self.doubt)
+        self.planner.request(step, requests, budget.picked, self._least_s)
 
     def _of_leader(self, value: float) -> float:
         return float(self.mesh.gather_objects([value])[self.mesh.stage.ranks[0]][0])
@@ -247,6 +248,7 @@ class ModelPlacement:
 
     def _requests(self, step: int, loads: LoadTrace, costs: PlacementCosts) -> list[PlanRequest]:
         found = []
+        costs = replace(costs, every=loads.lasting(self.config))
         for placed in self.layers:
             number = self.number_of[placed.number]
             planner = PlanConfig(

@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -98,15 +97,15 @@ def counted_times(config: TrainConfig, mesh: Mesh) -> dict[str, float]:
 
 
 class StepClock:
-    """How long steps take, told by their ends."""
+    """How long steps take; what a run does between them does not count."""
 
     def __init__(self) -> None:
-        self.ends: deque[float] = deque(maxlen=RECENT + 1)
+        self._took: deque[float] = deque(maxlen=RECENT)
 
-    def tick(self) -> None:
-        self.ends.append(time.perf_counter())
+    def add(self, seconds: float) -> None:
+        self._took.append(seconds)
 
     @property
     def median_s(self) -> float:
         """Of the last steps; a run that has just begun counts as if a step took no time."""
-        return median([b - a for a, b in pairwise(self.ends)] or [0.0])
+        return median(self._took or [0.0])

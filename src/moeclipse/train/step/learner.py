@@ -292,7 +292,7 @@ class Learner(CheckpointedState):
             else:
                 self.optim.publish()
                 load.rebalance(self.adapting)
-                self.loads.add(step, load)
+                self.loads.add(step, load, self.layers)
             with recorder.apart("between two steps"):
                 notes = self._recheck(step, results, tries) if results.skipped else told
                 notes += self._between(step, results.skipped)
