@@ -1,6 +1,6 @@
 """State in pinned memory of the host on a GPU: the bits of state on the device, and copies beside compute.
 
-Tests of inputs of layers and of gradients have not yet run on a GPU.
+Tests of inputs of layers, of gradients and of weights have not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def trained(
     learner = Learner(with_values(load(preset="small"), {**BASE, **changes}), mesh)
     losses = [learner.step(step)["loss"] for step in range(steps)]
     pieces = {f"{piece.name}[{piece.start}]": piece.values.cpu() for piece in learner.optim.pieces()}
+    if learner.weights is not None:
+        assert all(memory._pinned for memory in learner.weights._memories.values())
     if learner.optim.host is not None:
         assert all(one.memory._pinned for one in learner.optim.host.travellers.values())
         learner.optim.host.close()
@@ -141,3 +143,72 @@ def less_memory(mesh: Mesh) -> None:
 
 def test_inputs_that_have_left_give_their_memory_back() -> None:
     run_ranks(1, less_memory, device="cuda", deadline_s=300.0)
+
+
+WEIGHTS = {"memory.weights": "host", "pipeline.recompute": "full", "model.num_layers": 6}
+TRAINED = {"optim.clip": "layer", "optim.clip_norm": 0.05}
+ADAPTERS = {"lora.rank": 8}
+
+
+def same_weights(mesh: Mesh) -> None:
+    by_layers = {"optim.accumulate": 4, "pipeline.schedule": "layers"}
+    forms: tuple[dict[str, Any], ...] = (
+        ADAPTERS,
+        {**ADAPTERS, "model.base": "nf4", "optim.accumulate": 2},
+        {**ADAPTERS, **by_layers},
+        TRAINED,
+        {**TRAINED, **NARROW, **by_layers},
+        {**TRAINED, **NARROW, "optim.master": "none", "optim.accumulate": 2},
+    )
+    for form in forms:
+        wanted = trained(mesh, {**form, **WEIGHTS, "memory.weights": "device"})
+        for how in ({"memory.buffers": 1}, {"memory.place": "host"}, {"memory.activations": "host"}, {}):
+            losses, state = trained(mesh, {**form, **WEIGHTS, **how})
+            assert losses == wanted[0], (form, how)
+            assert state.keys() == wanted[1].keys()
+            assert all(torch.equal(state[name], tensor) for name, tensor in wanted[1].items()), (form, how)
+
+
+def test_the_same_bits_with_weights_of_experts_in_pinned_memory() -> None:
+    run_ranks(1, same_weights, device="cuda", deadline_s=500.0)
+
+
+def evaluated(mesh: Mesh) -> None:
+    """Weights visit in the order of layers outside of steps, too."""
+    held_out = {"eval.every": 1, "eval.share": 0.2, "eval.samples": 4}
+    found = []
+    for place in ("device", "host"):
+        changes = {**BASE, **WEIGHTS, **TRAINED, **held_out, "memory.weights": place}
+        learner = Learner(with_values(load(preset="small"), changes), mesh)
+        told: list[object] = []
+        for step in range(3):
+            told.append(learner.step(step)["loss"])
+            told += [learner.evaluate(step + 1)["eval_loss"] for _ in range(2)]
+        found.append(told)
+    assert found[0] == found[1]
+
+
+def test_evaluation_with_weights_of_experts_in_pinned_memory() -> None:
+    run_ranks(1, evaluated, device="cuda", deadline_s=300.0)
+
+
+def smaller(mesh: Mesh) -> None:
+    """A device holds experts of the ring's layers, also while the model is built."""
+    peaks = []
+    for place in ("device", "host"):
+        large = {"moe.num_experts": 64, "model.num_layers": 16, "memory.buffers": 2, "data.batch_size": 1}
+        changes = {**BASE, **WEIGHTS, **ADAPTERS, **large, "memory.weights": place}
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        learner = Learner(with_values(load(preset="small"), changes), mesh)
+        learner.step(0)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        if learner.weights is not None:
+            each, layers = learner.weights._held[0].nbytes, learner.weights.num_layers
+        del learner
+    assert peaks[0] - peaks[1] > (layers - 2 - 3) * each, "a layer that is being built is there a few times"
+
+
+def test_weights_that_lie_on_the_host_take_no_memory_of_the_device() -> None:
+    run_ranks(1, smaller, device="cuda", deadline_s=300.0)

@@ -9,6 +9,7 @@ from mutants_of import (
     core,
     cost,
     hf,
+    host_weights,
     model,
     moe,
     ops,
@@ -40,6 +41,7 @@ ROOMS = (
     model,
     hf,
     train,
+    host_weights,
     cli,
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -73,6 +73,49 @@ MUTANTS = (
         "a microbatch gets the input of the next one",
     ),
     Mutant(
+        "schedule/weight_travel.py",
+        "        before = (buffer.reader, left.get(buffer.number), left.get(number))\n",
+        "        before = (left.get(buffer.number), left.get(number))\n",
+        "schedule/test_weight_travel.py::"
+        "test_what_is_read_before_it_came_or_overwritten_while_it_is_read_is_refused",
+        "a fetch of weights does not wait for the last reader of its buffer",
+        "experts compute with the weights of another layer",
+    ),
+    Mutant(
+        "schedule/weight_travel.py",
+        "        before = (buffer.reader, left.get(buffer.number), left.get(number))\n",
+        "        before = (buffer.reader, left.get(number))\n",
+        "schedule/test_weight_travel.py::"
+        "test_what_is_read_before_it_came_or_overwritten_while_it_is_read_is_refused",
+        "a fetch does not wait until what an update wrote has left its buffer",
+        "the host keeps weights of another layer",
+    ),
+    Mutant(
+        "schedule/weight_travel.py",
+        "            found[position] = [] if buffer.came is None else [buffer.came]\n",
+        "            found[position] = []\n",
+        "schedule/test_weight_travel.py::"
+        "test_what_is_read_before_it_came_or_overwritten_while_it_is_read_is_refused",
+        "nobody waits for weights that are on their way",
+        "experts compute with the weights of another layer",
+    ),
+    Mutant(
+        "schedule/weight_travel.py",
+        "            if buffer.number != number:\n",
+        "            if False:\n",
+        "schedule/test_weight_travel.py::test_a_copy_that_is_left_out_is_missed",
+        "a list without a fetch is proved",
+        "experts compute with the weights of another layer",
+    ),
+    Mutant(
+        "schedule/weight_travel.py",
+        "        if buffer[-1].number != slot:\n",
+        "        if False:\n",
+        "schedule/test_weight_travel.py::test_below_what_is_trained_weights_come_for_forward_alone",
+        "the first layers do not come back at the end of a step",
+        "the next step stands still at its first layer",
+    ),
+    Mutant(
         "schedule/templates.py",
         "kinds.MLP_R, kinds.MLP_B, kinds.DISPATCH_B, kinds.MLP_W)",
         "kinds.MLP_R, kinds.MLP_B, kinds.MLP_W, kinds.DISPATCH_B)",

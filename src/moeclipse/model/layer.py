@@ -24,7 +24,7 @@ from moeclipse.model.conv_mixer import ConvMixer
 from moeclipse.model.delta_mixers import GatedDelta, KimiDelta
 from moeclipse.model.latent_attention import LatentAttention
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
-from moeclipse.model.recompute import Again, Elsewhere, forget, run_again
+from moeclipse.model.recompute import Again, Elsewhere, Visiting, forget, run_again
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.experts.lora_experts import LoraExperts
@@ -62,6 +62,8 @@ class TransformerLayer(nn.Module):
     """Which of its parts are recomputed in backward, where autograd runs it."""
     input_elsewhere: Elsewhere | None = None
     """Where its input lies until it is recomputed whole (`train/step/host_inputs`)."""
+    weights_elsewhere: Visiting | None = None
+    """Brings the weights of its experts, where they do not stay (`train/step/host_weights`)."""
     front: Callable[[torch.Tensor, Positions, Tokens], tuple[torch.Tensor, MoEReport | None]] | None = None
     """Runs the layer in training, where that is not left to itself (`model/front`)."""
 
@@ -151,6 +153,16 @@ class TransformerLayer(nn.Module):
     def forward(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
     ) -> tuple[torch.Tensor, MoEReport | None]:
+        if self.weights_elsewhere is None:
+            return self._forward(h_TD, positions, tokens)
+        self.weights_elsewhere.come(tokens.microbatch, again=False)
+        found = self._forward(h_TD, positions, tokens)
+        self.weights_elsewhere.gone(again=False)
+        return found
+
+    def _forward(
+        self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
+    ) -> tuple[torch.Tensor, MoEReport | None]:
         def whole(h_TD: torch.Tensor, output: bool = True) -> tuple[torch.Tensor, ...]:
             return self._told(self._run(h_TD, positions, tokens, output))
 
@@ -159,7 +171,8 @@ class TransformerLayer(nn.Module):
         if self.again != "full":
             return self._run(h_TD, positions, tokens)
         kept = None if self.input_elsewhere is None else (self.input_elsewhere, tokens.microbatch)
-        return self._heard(run_again(whole, h_TD, self.scratch, partial(whole, output=False), kept))
+        visit = None if self.weights_elsewhere is None else (self.weights_elsewhere, tokens.microbatch)
+        return self._heard(run_again(whole, h_TD, self.scratch, partial(whole, output=False), kept, visit))
 
     def _run(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens, output: bool = True

@@ -39,14 +39,31 @@ Kept = tuple[Elsewhere, int]
 """By whom an input is kept, and of which microbatch it is."""
 
 
+class Visiting(Protocol):
+    """Brings weights that lie elsewhere, for as long as they are read."""
+
+    def come(self, microbatch: int, /, *, again: bool) -> None: ...
+    def gone(self, *, again: bool) -> None: ...
+
+
+Visit = tuple[Visiting, int]
+"""By whom weights are brought, and for which microbatch."""
+
+
 class RunAgain(CheckpointFunction):
     """What the second forward decodes of frozen weights serves the gradients right behind it."""
 
     @staticmethod
     def forward(
-        ctx: Any, scratch: Scratch, part: Part, again: Part, kept: Kept | None, x: torch.Tensor
+        ctx: Any,
+        scratch: Scratch,
+        part: Part,
+        again: Part,
+        kept: Kept | None,
+        visit: Visit | None,
+        x: torch.Tensor,
     ) -> Any:
-        ctx.scratch, ctx.kept = scratch, kept
+        ctx.scratch, ctx.kept, ctx.visit = scratch, kept, visit
         if kept is not None:
             kept[0].leave(x, kept[1])
         # What is random in a model is keyed by step and token, so there is no state of a generator to keep.
@@ -60,28 +77,39 @@ class RunAgain(CheckpointFunction):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         kept: Kept | None = ctx.kept
+        visit: Visit | None = ctx.visit
+        if visit is not None:
+            visit[0].come(visit[1], again=True)
         if kept is not None:
             ctx.inputs = [kept[0].back(kept[1]).detach().requires_grad_()]
         with ctx.scratch.reusing():
             _, _, d_x = CheckpointFunction.backward(ctx, *grads)
         if kept is not None:
             kept[0].done(kept[1])
-        return None, None, None, None, d_x
+        if visit is not None:
+            visit[0].gone(again=True)
+        return None, None, None, None, None, d_x
 
 
 @eager
 def run_again(
-    part: Part, x: torch.Tensor, scratch: Scratch, again: Part | None = None, kept: Kept | None = None
+    part: Part,
+    x: torch.Tensor,
+    scratch: Scratch,
+    again: Part | None = None,
+    kept: Kept | None = None,
+    visit: Visit | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """part(x), of which nothing but x is kept; `scratch`: of its frozen weights.
 
     `again`: the same for gradients alone; values of its outputs are nobody's business. `kept`: x lies there.
+    `visit`: brings weights for backward; forward is up to the caller.
     """
     if not torch.is_grad_enabled() or not x.requires_grad:  # below what is trained nothing is kept anyway
         return part(x)
     # Not the other kind, which hands backward copies of parameters: these have no main_grad. Not by torch's
     # `checkpoint` either, which loads the compiler, two seconds of a process, to say that it is not for it.
-    found: tuple[torch.Tensor, ...] = RunAgain.apply(scratch, part, again or part, kept, x)
+    found: tuple[torch.Tensor, ...] = RunAgain.apply(scratch, part, again or part, kept, visit, x)
     return found
 
 

@@ -81,11 +81,12 @@ class Transformer(nn.Module):
         held: Sequence[int] | None = None,
         placement_of: Callable[[int], Placement | None] = lambda _: None,
         lora: LoraConfig = NO_LORA,
+        built: Callable[[TransformerLayer], TransformerLayer] = lambda layer: layer,
     ) -> None:
         """`held`: the layers of this rank in a pipeline; left out: all. Names and weights never depend on it.
 
         The embedding belongs to the first layer, norm and head to the last. Tied to it, the head has a copy
-        of the embedding where another rank holds the first layer.
+        of the embedding where another rank holds the first layer. `built`: of each layer, before the next.
         """
         super().__init__()
         self.config, self.mesh = config, mesh
@@ -107,8 +108,7 @@ class Transformer(nn.Module):
                 tp=self.tp,
             )
 
-        outside = settings(-1)
-        table = (config.vocab_size, config.d_model)
+        outside, table = settings(-1), (config.vocab_size, config.d_model)
         self.vocab = Cut.of(table, 0, index=self.tp.index, parts=self.tp.size, what="model.vocab_size")
         if self.begins or (self.ends and config.tie_embeddings):
             empty = torch.empty(self.vocab.local_shape, device=mesh.device, dtype=dtype)
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
             given = (config, moe, gate, mesh, settings(index), placement_of(index), lora)
             return TransformerLayer(index, *given)
 
-        self.layers = nn.ModuleDict({str(index): layer(index) for index in held})
+        self.layers = nn.ModuleDict({str(index): built(layer(index)) for index in held})
         self.scratch.allocate(dtype, mesh.device)
         self.head: ColumnParallelLinear | None = None
         if self.ends:

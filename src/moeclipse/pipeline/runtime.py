@@ -52,6 +52,14 @@ class TravellingInputs(Protocol):
     def arrived(self, key: InputKey, /) -> torch.Tensor: ...
 
 
+class VisitingWeights(Protocol):
+    """Moves weights of experts to the device and back (`train/step/host_weights`)."""
+
+    def run(self, op: Op, /) -> bool:
+        """What an op means for them, in front of its own work; True: that was all."""
+        ...
+
+
 Feed = Callable[[int, int, int], Fed]
 Carried = TypeVar("Carried")
 
@@ -124,6 +132,8 @@ class Runtime:
         """Called with each op and the stamps around it, waiting excluded."""
         self.inputs: TravellingInputs | None = None
         """Where the program has inputs of layers leave and come back."""
+        self.weights: VisitingWeights | None = None
+        """Where it has weights come, and leave."""
 
     def step(self, feed: Feed, scale: torch.Tensor) -> None:
         """All microbatches, forward and backward; `scale` is the gradient of each loss."""
@@ -193,6 +203,8 @@ class Runtime:
             self.ends[op.kind](op)
         if op.layer is None or op.kind in LAUNCHES:
             return None  # its host has launched it; what ends a step is the optimizer's
+        if self.weights is not None and self.weights.run(op):
+            return None
         at = At.of(op)
         passes = self._open(at)
         if self.inputs is not None and travels(self.shape, op) and self._moved(self.inputs, op, at, passes):

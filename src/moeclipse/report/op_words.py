@@ -34,6 +34,7 @@ PARTS = {
     "TIED": "tied embedding",
     "BUCKET": "bucket",
     "GRAD": "gradient of a bucket",
+    "WEIGHTS": "weights of experts",
     "RESULTS": "loss and norm",
 }
 WHOLE = {

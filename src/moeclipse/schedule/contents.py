@@ -21,8 +21,9 @@ from moeclipse.schedule.shape import ExchangeShape, LayerShape, PipelineShape
 from moeclipse.schedule.state_travel import kinds_of as bucket_kinds
 from moeclipse.schedule.whole_step import buckets_of, ends_at, launches_in
 
-UNCOUNTED = (kinds.UNSHARD, kinds.RESHARD)
-"""Read from other tools' files; they carry no data between ops."""
+UNCOUNTED = (kinds.UNSHARD, kinds.RESHARD, *kinds.WEIGHT_COPIES)
+"""Read from other tools' files, and carrying no data between ops; weights that travel are counted by those
+who read them (`schedule/weight_travel`)."""
 ExchangeKey = tuple[Kind, int | None, int | None, int | None]
 
 
@@ -66,7 +67,7 @@ def _check_pipeline(program: Program, shape: PipelineShape) -> None:
 
 def check_fields(op: Op, rank: int) -> None:
     """What the kind of an op of a pipeline does not have must be left out."""
-    counts = op.kind in LAUNCHES or op.kind.part in (Part.BUCKET, Part.GRAD)
+    counts = op.kind in LAUNCHES or op.kind.part in (Part.BUCKET, Part.GRAD, Part.WEIGHTS)
     if (op.step is not None) is not counts or op.expert is not None:
         raise ScheduleError(f"{op} on rank {rank} is no exchange of one layer; it has no step and no expert")
     if not holds_its_actions(op):

@@ -60,6 +60,8 @@ class Part(Enum):
     TIED = auto()
     """Gradients of an embedding that two stages hold."""
     BUCKET = auto()
+    WEIGHTS = auto()
+    """Of a layer's experts: they may lie on the host, and visit the device."""
     GRAD = auto()
     """Of a bucket: between backward and an update under the next forward it may lie on the host."""
     RESULTS = auto()
@@ -140,8 +142,8 @@ TABLE: tuple[tuple[str, tuple[Part, ...], tuple[Form, ...]], ...] = (
     (COMPUTE, (Part.BUCKET,), (Form.UPDATE,)),
     (TO_DEVICE, (Part.BUCKET,), (Form.FETCH,)),
     (TO_HOST, (Part.BUCKET,), (Form.STORE,)),
-    (TO_HOST, (Part.INPUT, Part.GRAD), (Form.STORE,)),
-    (TO_DEVICE, (Part.INPUT, Part.GRAD), (Form.FETCH,)),
+    (TO_HOST, (Part.INPUT, Part.GRAD, Part.WEIGHTS), (Form.STORE,)),
+    (TO_DEVICE, (Part.INPUT, Part.GRAD, Part.WEIGHTS), (Form.FETCH,)),
     (DP, (Part.RESULTS,), (Form.GATHER,)),
     (DP, (Part.LOADS,), (Form.GATHER, Form.SUM)),
 )
@@ -193,11 +195,13 @@ BUCKET_REDUCE, BUCKET_UPDATE, BUCKET_GATHER = _of(Part.BUCKET, Form.REDUCE, Form
 BUCKET_FETCH, BUCKET_STORE = _of(Part.BUCKET, Form.FETCH, Form.STORE)
 INPUT_STORE, INPUT_FETCH = _of(Part.INPUT, Form.STORE, Form.FETCH)
 GRAD_STORE, GRAD_FETCH = _of(Part.GRAD, Form.STORE, Form.FETCH)
+WEIGHTS_STORE, WEIGHTS_FETCH = _of(Part.WEIGHTS, Form.STORE, Form.FETCH)
 (TIED_SUM,) = _of(Part.TIED, Form.SUM)
 (RESULTS_GATHER,) = _of(Part.RESULTS, Form.GATHER)
 
 STATE_COPIES = (BUCKET_FETCH, BUCKET_STORE)
-COPIES = (*STATE_COPIES, INPUT_STORE, INPUT_FETCH, GRAD_STORE, GRAD_FETCH)
+WEIGHT_COPIES = (WEIGHTS_STORE, WEIGHTS_FETCH)
+COPIES = (*STATE_COPIES, INPUT_STORE, INPUT_FETCH, GRAD_STORE, GRAD_FETCH, *WEIGHT_COPIES)
 """Between the two memories of one rank: nobody is met, and the host does not wait to launch them."""
 LAUNCHES = (COUNTS_F, COUNTS_R, LOADS_F, SIZES_F, SCORES_F, SCORES_B, TENSOR_F, TENSOR_B, TENSOR_R)
 """What another op of the layer launches while it runs; `Op.step` is its place in `LayerShape.launches`."""

@@ -53,6 +53,8 @@ class BucketShape(NamedTuple):
     below 0: nobody's."""
     grad_bytes: float = 0.0
     """Of its own gradient, where that travels."""
+    weights: bool = False
+    """Its update writes weights that lie on the host (`schedule/weight_travel`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,10 @@ class StepShape:
     """Buffers of the ring that state from the host's memory visits."""
     input_slots: int = 0
     """Inputs of layers that may wait for their way there, and as many buffers for those that come back."""
+    weight_slots: int = 0
+    """Buffers of the ring that weights from the host's memory visit."""
+    first_backward: int = 0
+    """The first layer that has a backward: those below it have nothing to train."""
     by_layer: bool = False
     """A layer's update stands behind its weight gradients, not behind the norm of all."""
     next_forward: bool = False

@@ -26,6 +26,7 @@ from moeclipse.schedule.needs import (
 )
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import PipelineShape
+from moeclipse.schedule.weight_travel import with_weights
 from moeclipse.schedule.whole_step import (
     cuts_of_ops,
     numbered,
@@ -80,7 +81,7 @@ def lower_blocks(
         if shape.step is not None:
             flagged = with_inputs(shape, list(zip(ops, serial, strict=True)))
             flagged = with_launches(shape, flagged, cuts)
-            flagged = with_end(shape, rank, flagged)
+            flagged = with_weights(shape, with_end(shape, rank, flagged))
             ops = numbered(shape, rank, [op for op, _ in flagged], found)
             serial = [flag for _, flag in flagged]
         ranks.append(with_deps(shape, ops, _serial_deps(ops, serial)))

@@ -31,6 +31,8 @@ OF_ACTION: dict[Kind, Change] = {kinds.F: (1.0, 0.0), kinds.B: (0.0, 1.0), kinds
 def layer_memory(layer: LayerShape, kind: Kind) -> Change:
     """Of a whole part; one chunk of it has its share."""
     part, form = kind.part, kind.form
+    if part is Part.WEIGHTS:  # from one buffer of a ring that is there anyway to the host
+        return NOTHING
     if part is Part.INPUT:
         size = layer.activation.input
         return (0.0, size) if form is Form.STORE else (size, 0.0)

@@ -28,6 +28,7 @@ from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import LayerShape, PipelineShape
 from moeclipse.schedule.state_travel import fetched_ahead, in_the_buffer_before, updated_with
+from moeclipse.schedule.weight_travel import weight_sources
 from moeclipse.schedule.whole_step import buckets_of, ends_at, hosted_by, hosted_launch, layer_of
 
 Key = tuple[Kind, int, int | None, int | None] | tuple[Kind, int, int | None, int | None, int | None]
@@ -371,8 +372,9 @@ def resolve(shape: PipelineShape, op: Op, table: KeyTable) -> list[int]:
 
 def pipeline_sources(shape: PipelineShape, ops: Sequence[Op]) -> list[list[int]]:
     """For each op of one rank, the positions of what it reads."""
-    table, buffers = tabulate_keys(ops), buffer_sources(shape, ops)
-    return [resolve(shape, op, table) + buffers.get(position, []) for position, op in enumerate(ops)]
+    table, inputs, weights = tabulate_keys(ops), buffer_sources(shape, ops), weight_sources(shape, ops)
+    moved = (inputs.get(position, []) + weights.get(position, []) for position in range(len(ops)))
+    return [resolve(shape, op, table) + more for op, more in zip(ops, moved, strict=True)]
 
 
 def exchange_sources(ops: Sequence[Op]) -> list[list[int]]:

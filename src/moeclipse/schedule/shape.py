@@ -111,6 +111,10 @@ class LayerShape:
     host_bytes: float = 0.0
     """Of its input for one microbatch, if that lies in the host's memory between forward and backward
     (`schedule/input_travel`)."""
+    weight_bytes: float = 0.0
+    """Of its experts' weights, if these lie in the host's memory (`schedule/weight_travel`) ..."""
+    stored_bytes: float = 0.0
+    """... and of those that its update writes."""
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTED:

@@ -40,6 +40,8 @@ END_AXES: dict[Kind, str] = {
     kinds.INPUT_STORE: "store",
     kinds.GRAD_FETCH: "fetch",
     kinds.GRAD_STORE: "store",
+    kinds.WEIGHTS_FETCH: "fetch",
+    kinds.WEIGHTS_STORE: "store",
 }
 Flagged = list[tuple[Op, bool]]
 """Ops, and whether each belongs to a serial block."""

@@ -8,7 +8,7 @@ action:
     launches    what travels for each token beside rows, or a few numbers for each expert
     transfers   activations to the next stage, over the link that its stride asks for
     buckets     gradients there and weights back, memory passed over by an update
-    copies      optimizer state between the host's memory and the device
+    copies      state, inputs, gradients and weights between the host's memory and the device
     host        a layer takes no less than its launches
 
 `sim/step_costs` does the same with one rate and one link: for a machine that has just been measured.
@@ -27,7 +27,7 @@ from moeclipse.schedule.launch import HostedLaunch, StepShape
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import LayerShape, PipelineShape
 from moeclipse.schedule.whole_step import END_AXES, buckets_of, hosted_launch
-from moeclipse.sim.step_costs import COUNT_BYTES, GRADIENT_BYTES
+from moeclipse.sim.step_costs import COUNT_BYTES, GRADIENT_BYTES, moved_weights
 
 FORM = {Form.F: 0, Form.R: 0, Form.B: 1, Form.W: 2}
 """Which of `Seconds` a form takes; recompute is forward once more, or a part of it."""
@@ -114,6 +114,8 @@ class ClusterCosts:
         part, form, work = op.kind.part, op.kind.form, self._chunk(op.chunks)
         if part is Part.INPUT:
             return self.cluster.host.seconds(shape.layers[op.stage][op.layer].host_bytes)
+        if part is Part.WEIGHTS:
+            return self.cluster.host.seconds(moved_weights(op, shape.layers[op.stage][op.layer]))
         if part is Part.DISPATCH or part is Part.COMBINE:
             # gradients of combine's rows leave as dispatch's do, and the other way round
             to_experts = (part is Part.DISPATCH) is (form is not Form.B)

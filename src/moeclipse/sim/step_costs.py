@@ -10,7 +10,7 @@ computed for itself:
     launches    what travels for each token beside rows, or a few numbers for each expert
     transfers   the activations of one microbatch
     buckets     gradients there and weights back, less the rank's own part; moments and weights of an update
-    copies      optimizer state between the host's memory and the device, both ways at once
+    copies      state, inputs, gradients, weights between the host's memory and the device, both ways at once
 
 One rate and one link: for a machine whose rate and wire have just been measured (`train/run/resolve_auto`),
 and for shares of what was measured (`train/observe/trace_file`). A cluster is `sim/cluster_costs`.
@@ -73,6 +73,11 @@ class StepWork:
         return dense / self.tp + D * work.num_experts, experts / (self.ep * self.tp)
 
 
+def moved_weights(op: Op, layer: LayerShape) -> float:
+    """Bytes of experts' weights on either way."""
+    return layer.weight_bytes if op.kind.form is Form.FETCH else layer.stored_bytes
+
+
 class StepCosts:
     """Seconds of the ops of one program."""
 
@@ -133,6 +138,9 @@ class StepCosts:
         if op.kind.part is Part.INPUT:
             assert layer is not None
             return self.host_link.seconds(layer.host_bytes)
+        if op.kind.part is Part.WEIGHTS:
+            assert layer is not None
+            return self.host_link.seconds(moved_weights(op, layer))
         if op.kind in ENDS:
             return self._end(shape, shape.step, op)
         return self._seconds(op, layer, layers, lists_tensor=True)

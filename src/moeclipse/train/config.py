@@ -26,7 +26,12 @@ from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.train.data.data_config import DataConfig as DataConfig
 from moeclipse.train.data.data_config import EvalConfig
 from moeclipse.train.observe.metrics_config import MetricsConfig as MetricsConfig
-from moeclipse.train.optim.memory_config import MemoryConfig, activation_problems, travel_problems
+from moeclipse.train.optim.memory_config import (
+    MemoryConfig,
+    activation_problems,
+    expert_weight_problems,
+    travel_problems,
+)
 from moeclipse.train.optim.optim_config import OptimConfig, type_problems
 from moeclipse.train.optim.quant_blocks import block_problems
 from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
@@ -162,6 +167,9 @@ def optim_problems(config: TrainConfig) -> Iterator[str]:
         )
     if config.memory.activations == "host":
         yield from activation_problems(config.pipeline, config.model)
+    if config.memory.weights == "host":
+        given = (config.memory, config.optim, config.placement, config.pipeline, config.model, config.lora)
+        yield from expert_weight_problems(*given, config.moe.expert_bias, config.parallel.pp)
     if config.optim.state == "8bit" and config.parallel.tp > 1:
         yield from block_problems(config.model, config.moe, config.parallel.tp)
 
@@ -382,8 +390,9 @@ def layout_problems(config: TrainConfig, num_ranks: int) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if config.memory.main_grad == "host" and num_ranks > 1:
-        yield f"memory.main_grad = 'host' needs one rank, not {num_ranks}; set it to 'device', or --ranks 1"
+    for name in ("main_grad", "weights") if num_ranks > 1 else ():
+        if getattr(config.memory, name) == "host":
+            yield f"memory.{name} = 'host' needs one rank, not {num_ranks}; set it to 'device', or --ranks 1"
     if config.parallel.ep == "auto":
         known = set(problems_of(config))
         settled = with_values(config, {"parallel.ep": ep})

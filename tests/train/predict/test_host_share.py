@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import host_bed
 import pytest
 import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.cost.hardware import device
+from moeclipse.schedule.kinds import WEIGHT_COPIES
+from moeclipse.schedule.weight_travel import READERS
 from moeclipse.testing.run_ranks import run_alone
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.host_share import (
@@ -18,11 +21,13 @@ from moeclipse.train.predict.host_share import (
     buffer_bytes,
     grads_open,
     placing,
+    prices_of,
     share_for,
     simulated,
     state_and_rest,
 )
 from moeclipse.train.predict.plan_config import config_for
+from moeclipse.train.predict.run_step import RunStep
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import leaving_inputs
 from moeclipse.train.step.learner import Learner
@@ -203,3 +208,68 @@ def chosen(mesh: Mesh) -> None:
 
 def test_by_hand_or_by_itself() -> None:
     run_alone(chosen)
+
+
+ALL_EXPERTS = 48 * 128 * 3 * 2048 * 768 * 2.0
+"""Bytes of those of the model of 30.5 B parameters, in bfloat16."""
+
+
+@pytest.mark.parametrize("how", [{"lora.rank": 16, "optim.clip": "global"}, {}], ids=["adapters", "trained"])
+def test_weights_on_the_host_are_counted_and_priced(how: dict[str, Any]) -> None:
+    here, away = (
+        placing(
+            big(**{"pipeline.recompute": "full", "memory.weights": place, **how}),
+            ONE,
+            1e12,
+            device("h200"),
+            torch.bfloat16,
+            "full",
+            share=0.0,
+        )
+        for place in ("device", "host")
+    )
+    assert here.peak - away.peak == pytest.approx(ALL_EXPERTS * (48 - 3) / 48)
+    assert away.weight_bytes == pytest.approx(ALL_EXPERTS)
+    assert "weights of experts, 58 GB" in away.line()
+    assert here.step_s * 0.999 < away.step_s < 1.05 * here.step_s, "forward takes about as long as one way"
+    few = with_values(
+        big(**{"pipeline.recompute": "full", "memory.weights": "host", **how}), {"data.batch_size": 1}
+    )
+    rushed = simulated(few, ONE, device("h200"), torch.bfloat16, 0.0)
+    still = simulated(
+        with_values(few, {"memory.weights": "device"}), ONE, device("h200"), torch.bfloat16, 0.0
+    )
+    wire = 2 * ALL_EXPERTS * (48 - 3) / 48 / (0.95 * 55e9)
+    assert rushed.step > 0.8 * wire > 2 * still.step, "4,096 tokens are computed while a third of them comes"
+
+
+def programs(mesh: Mesh) -> None:
+    """Weights travel in the program of a run as in the one that is simulated for it."""
+    small = {**host_bed.SMALL, "model.num_layers": 6, "pipeline.recompute": "full"}
+    for how in (
+        {"lora.rank": 4, "optim.accumulate": 2},
+        {"optim.clip": "layer", "pipeline.schedule": "layers", "optim.accumulate": 2},
+        {"optim.frozen": ("embedding", "layers.0", "layers.1", "layers.2", "experts"), "model.base": "fp8"},
+    ):
+        config = host_bed.merged(small, {"memory.weights": "host", "memory.buffers": 2}, how)
+        learner = Learner(config, mesh)
+        costs = prices_of(config, ONE, device("cpu"), learner.dtype)
+        made, _ = RunStep(config=config, dp=1, ep=1, costs=None, step_costs=costs).verified(
+            "layers" if "pipeline.schedule" in how else "1f1b"
+        )
+        real, guess = learner.program().program, made.program
+        listed = [
+            [str(op) for op in program.ranks[0] if op.kind in (*WEIGHT_COPIES, *READERS)]
+            for program in (real, guess)
+        ]
+        assert listed[0] == listed[1]
+        for real_stage, guessed in zip(real.pipeline().layers, guess.pipeline().layers, strict=True):
+            for one, other in zip(real_stage, guessed, strict=True):
+                assert other.weight_bytes == pytest.approx(
+                    one.weight_bytes, rel=0.02 if "model.base" in how else 0
+                )
+                assert other.stored_bytes == pytest.approx(one.stored_bytes)
+
+
+def test_the_program_of_a_run_is_the_one_that_is_simulated() -> None:
+    run_alone(programs)

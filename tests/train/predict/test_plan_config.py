@@ -321,6 +321,16 @@ def test_gradients_on_the_host_are_not_planned() -> None:
         config_for("qwen3-30b-a3b", away)
 
 
+def test_weights_on_the_host_are_not_planned() -> None:
+    away = {
+        "memory.weights": Sourced("host", "--memory.weights"),
+        "pipeline.recompute": Sourced("full", "--pipeline.recompute"),
+        "lora.rank": Sourced(4, "--lora.rank"),
+    }
+    with pytest.raises(ConfigError, match="cannot be planned: the way of weights is counted by"):
+        config_for("qwen3-30b-a3b", away)
+
+
 def test_types_are_those_of_the_machine(tmp_path: Path) -> None:
     assert config_for("qwen3-30b-a3b").model.dtype == "bfloat16"
     assert config_for("tiny", on_cpu=True).model.dtype == "float32"

@@ -45,6 +45,11 @@ def input_label(kind: Kind, where: str) -> str:
     return f"{kind.form.name.lower()} of input, {where}"
 
 
+def weights_label(kind: Kind, where: str) -> str:
+    """Of a copy; `where` names the layer."""
+    return f"{kind.form.name.lower()} of weights, {where}"
+
+
 Slices = Mapping[Kind, Sequence[str]]
 """Labels of an exchange, by the op of its layer that launches them."""
 
@@ -185,6 +190,8 @@ class Ledger:
             return f" bucket {buckets_of(self.shape, self.shape.step, op.stage or 0)[op.step or 0].name}"
         if op.kind.part is Part.INPUT:
             return input_label(op.kind, self._where(op))
+        if op.kind.part is Part.WEIGHTS:
+            return weights_label(op.kind, self._where(op).partition(",")[0])
         return SAID[op.kind] if op.kind in SAID else f"an exchange of {self._where(op)}, once it is announced"
 
     def _says(self, op: Op, label: str) -> bool:

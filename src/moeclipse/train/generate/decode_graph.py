@@ -105,6 +105,8 @@ def obstacle(decoder: Decoder) -> str:
         return "angles change with the length of a text"
     if model.config.held_mixers != {"attention"}:
         return "mixers other than attention were never captured"
+    if any(layer.weights_elsewhere is not None for layer in model.all_layers):
+        return "weights come from the host, layer by layer"
     if not all(layer.runs_on_device for _, layer in moe_layers(model)):
         return "experts without kernels need the host"
     return ""

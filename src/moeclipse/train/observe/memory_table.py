@@ -89,7 +89,7 @@ class MemoryTable:
         everywhere = (*self.optim.buckets, *self.optim.buckets.frozen)
         grads = {bucket.grads.data_ptr(): bucket.grads.nbytes for bucket in everywhere}  # some share them
         found = {
-            "weights": sum(bucket.params.nbytes for bucket in everywhere),
+            "weights": sum(bucket.params.nbytes for bucket in everywhere if bucket.lent is None),
             "main_grad": sum(grads.values()),
             "master weights": 0,
             "moments": 0,
@@ -103,6 +103,8 @@ class MemoryTable:
             found["buffers for state of the host"] = self.optim.host.buffer_bytes
         if self.inputs is not None:
             found["buffers for inputs of layers"] = self.inputs.buffer_bytes
+        if self.optim.weights is not None:
+            found["buffers for weights of the host"] = self.optim.weights.buffer_bytes
         return found
 
     def lines(self) -> list[str]:
@@ -119,6 +121,8 @@ class MemoryTable:
             rows.append(("gradients in the host's memory", self.optim.grads.num_bytes))
         if self.inputs is not None:
             rows.append(("inputs of layers in the host's memory", self.inputs.num_bytes))
+        if self.optim.weights is not None:
+            rows.append(("weights in the host's memory", self.optim.weights.num_bytes))
         width = max(len(name) for name, _ in rows)
         found = ["memory of this rank", *(f"  {name:<{width}}  {readable(size):>10}" for name, size in rows)]
         if not self.by_autograd:

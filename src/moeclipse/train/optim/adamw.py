@@ -89,11 +89,29 @@ class TravellingGrads(Protocol):
     def updated(self, number: int, /) -> None: ...
 
 
+class TravellingWeights(Protocol):
+    """Weights that lie on the host between steps (`train/step/host_weights`)."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def buffer_bytes(self) -> int: ...
+    def arrived(self, bucket: Bucket, /) -> None: ...
+    def updated(self, bucket: Bucket, /) -> None: ...
+    def settle(self) -> None: ...
+    def forget(self) -> None: ...
+
+
 class AdamW:
     def __init__(
-        self, buckets: Buckets, config: OptimConfig, seed: int = 0, host: HostStates | None = None
+        self,
+        buckets: Buckets,
+        config: OptimConfig,
+        seed: int = 0,
+        host: HostStates | None = None,
+        weights: TravellingWeights | None = None,
     ) -> None:
-        """`seed`: of rounding by chance. `host`: some of the state lies in the host's memory."""
+        """`seed`: of rounding by chance. `host`, `weights`: some of the state, of these lies on the host."""
         self.buckets, self.config, self.seed, self.host = buckets, config, seed, host
         self.updates = 0
         self.notes: list[str] = []
@@ -102,6 +120,7 @@ class AdamW:
         """Updates wait for the next step's forward."""
         self.grads: TravellingGrads | None = None
         """Where gradients lie until then, if not on the device."""
+        self.weights = weights
         make = ShardState.of if host is None else host.take
         self._states = [make(bucket, config) for bucket in buckets]
 
@@ -112,6 +131,8 @@ class AdamW:
             self.deferred.finish()
         if self.host is not None:
             self.host.settle()
+        if self.weights is not None:
+            self.weights.settle()
         return self._states
 
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
@@ -156,6 +177,8 @@ class AdamW:
             self.grads.arrived(number)
         if self.host is not None:
             state = self.host.arrived(bucket) or state
+        if self.weights is not None:
+            self.weights.arrived(bucket)
         if grad.numel():
             step = AdamStep(
                 lr=lr * bucket.lr_factor,
@@ -170,12 +193,14 @@ class AdamW:
                 chance = (self._stretches(bucket, state), key_of(self.seed, self.updates, "rounding"))
             rounded = None if config.master == "none" else bucket.rounded
             if isinstance(state.weight, LowBits):
-                rounded = bucket.weights(bucket.params.dtype)
+                rounded = bucket.rounded if bucket.lent else bucket.weights(bucket.params.dtype)
             adam(state.weight, state.adam_m, state.adam_v, grad, factor, step, rounded, chance)
             if isinstance(state.weight, LowBits) and rounded is not None:
                 bucket.store(rounded)
         if self.grads is not None:
             self.grads.updated(number)
+        if self.weights is not None:
+            self.weights.updated(bucket)
         if self.host is not None:
             self.host.updated(bucket)
 
@@ -276,6 +301,8 @@ class AdamW:
     def _take(self, source: Readable, kinds: Sequence[str]) -> None:
         if self.host is not None:
             self.host.forget()
+        if self.weights is not None:
+            self.weights.forget()
         for bucket, state in zip(self.buckets, self.states, strict=True):
             for kind in kinds:
                 values = state.room(kind)

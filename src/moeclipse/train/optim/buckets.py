@@ -62,6 +62,18 @@ class BucketSegment:
     length: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lent:
+    """Memory of parameters that lie on the host and visit the device (`train/step/host_weights`)."""
+
+    number: int
+    """Of their layer, among those that do."""
+    visiting: torch.Tensor
+    """On the device, where others' lie in turn ..."""
+    held: torch.Tensor
+    """... and on the host."""
+
+
 class Bucket:
     def __init__(
         self,
@@ -70,8 +82,9 @@ class Bucket:
         peer: PeerUse = "off",
         main_grad: MainGrad = "fp32",
         grads: torch.Tensor | None = None,
+        lent: Lent | None = None,
     ) -> None:
-        """`grads`: memory for gradients that others use, too."""
+        """`grads`: memory for gradients that others use, too. `lent`: memory that its parameters lie in."""
         self.name, self.entries, self.bounds = content.name, content.entries, content.bounds
         self.group, self.decay, self.lr_factor, self.mesh = (
             content.group,
@@ -86,7 +99,12 @@ class Bucket:
         self.frozen = not first.requires_grad
         peer = "off" if self.frozen else peer
         self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
-        self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
+        self.lent = lent
+        self.params = (
+            torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
+            if lent is None
+            else lent.visiting
+        )
         # Not cleared: a step begins with `Buckets.zero`, and its first gradients are stored.
         dtype = summed_type(main_grad, first.dtype)
         size = 0 if self.frozen else self.bounds[-1]
@@ -104,12 +122,12 @@ class Bucket:
         """Nobody has anything to send of it."""
         self._sum: InFlight[torch.Tensor] | None = None
         offset = 0
-        for parameter in content.parameters:
+        for parameter in content.parameters if lent is None else ():
             view = slice(offset, offset + parameter.numel())
             self.params[view] = parameter.data.flatten()
             parameter.data = self.params[view].view(parameter.shape)
             offset = view.stop
-        if not self.frozen:
+        if not self.frozen and lent is None:  # whose parameters fill it
             self.grads[offset:] = 0
 
     @property
@@ -132,8 +150,16 @@ class Bucket:
         return summed.get() if self.shared else self.grads
 
     def weights(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """This rank's shard of the parameters in this or a wide type: themselves, or a copy."""
-        return self.params[self.shard].to(dtype or WIDE[self.params.dtype])
+        """This rank's shard of the parameters in this or a wide type: themselves, or a copy.
+
+        Between steps, that is: where they are read then.
+        """
+        return self.at_rest[self.shard].to(dtype or WIDE[self.params.dtype])
+
+    @property
+    def at_rest(self) -> torch.Tensor:
+        """The parameters between steps."""
+        return self.params if self.lent is None else self.lent.held
 
     @property
     def rounded(self) -> torch.Tensor | None:
@@ -141,9 +167,9 @@ class Bucket:
         return None if self.params.dtype == WIDE[self.params.dtype] else self.params[self.shard]
 
     def store(self, weight: torch.Tensor) -> None:
-        """Round updated weights to the parameters' type, where these are not the same tensor."""
+        """Round weights to the parameters' type, where these are not the same tensor."""
         if weight.dtype != self.params.dtype:
-            self.params[self.shard] = weight.to(self.params.dtype)
+            self.at_rest[self.shard] = weight.to(self.params.dtype)
 
     def publish(self) -> InFlight[torch.Tensor]:
         """Send this rank's shard of the parameters to the ranks that share them."""
@@ -217,13 +243,15 @@ class Buckets:
         by_layer: bool = False,
         turns: int = 0,
         grads_leave: bool = False,
+        lent_to: Callable[[nn.Parameter], Lent | None] = lambda _: None,
     ) -> None:
         """`peer`: small buckets are reduced through peer memory, where that applies.
 
         `make_expert_bucket` makes the buckets of experts that move or have replicas, `lr_factor` tells by
         name how fast a parameter learns. `blocks`: shards are cut between blocks (`ops/eight_bits`).
         `by_layer`: buckets end with layers; `turns`: which share so many buffers for gradients then, 0: none;
-        `grads_leave`: these are on the host before others take their place.
+        `grads_leave`: these are on the host before others take their place. `lent_to`: memory of parameters
+        that have some already; each is a bucket.
         """
         self.grads_leave = grads_leave
         made: list[Bucket] = []
@@ -232,8 +260,8 @@ class Buckets:
             if isinstance(content, Bucket):
                 made.append(content)
                 continue
-            lent, before = (None, None) if memory is None else memory.of(content)
-            made.append(Bucket(content, mesh, peer, main_grad, lent))
+            grads, before = (None, None) if memory is None else memory.of(content)
+            made.append(Bucket(content, mesh, peer, main_grad, grads, lent_to(content.parameters[0])))
             made[-1].waits_for = before
             if memory is not None:
                 memory.took(made[-1])

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -37,17 +36,8 @@ from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import AdamW
 from moeclipse.train.optim.buckets import Buckets
-from moeclipse.train.optim.host_states import ALIGNED, release
+from moeclipse.train.optim.host_states import ALIGNED, LiesOnHost, release
 from moeclipse.train.optim.state_place import room_for
-
-
-class Beside(Protocol):
-    """What else lies on the host (`train/step/host_inputs`)."""
-
-    lane: HostLane
-
-    @property
-    def num_bytes(self) -> int: ...
 
 
 class HostGrads:
@@ -174,12 +164,11 @@ def host_grads_of(
     optim: AdamW,
     model: Transformer,
     ops: Sequence[Op],
-    inputs: Beside | None,
+    others: Sequence[LiesOnHost],
 ) -> HostGrads:
     """Of a run; beside what else lies on the host, and over the same lane."""
-    others: list[Beside] = [other for other in (optim.host, inputs) if other is not None]
     lane = others[0].lane if others else HostLane(mesh.device, mesh.recorder, 1e9 * config.memory.copy_gb_s)
-    room = room_for(config, mesh) - sum(other.num_bytes for other in others)
+    room = room_for(config, mesh, sum(other.num_bytes for other in others))
     found = HostGrads(optim.buckets, ops, lane, room)
     found.watch(model)
     return found

@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -40,6 +41,15 @@ from moeclipse.train.optim.shard_state import STATES, ShardState
 ALIGNED = 256
 KINDS = {"all": STATES, "moments": STATES[1:], "master": STATES[:1]}
 """What each value of `memory.states` names."""
+
+
+class LiesOnHost(Protocol):
+    """What lies in the host's memory, and travels over a lane."""
+
+    lane: HostLane
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""What lies in the host's memory: optimizer state, which travels to each update, and inputs of layers.
+"""What lies in the host's memory: optimizer state, inputs of layers, gradients, weights of experts.
 
 What cannot go together is said here, before a run begins; whether the host has room is known when the number
 of ranks is (`train/optim/state_place`).
@@ -7,22 +7,24 @@ of ranks is (`train/optim/state_place`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from moeclipse.schedule.input_travel import WEIGHTS_AT_ONCE
+from moeclipse.train.optim.optim_config import picks
 
 if TYPE_CHECKING:
     from moeclipse.balance.config import PlacementConfig
     from moeclipse.model.config import ModelConfig
+    from moeclipse.model.lora_config import LoraConfig
     from moeclipse.pipeline.config import PipelineConfig
     from moeclipse.train.optim.optim_config import OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Optimizer state, gradients and activations in the host's memory (docs/host-memory.md)."""
+    """Optimizer state, gradients, activations and weights in the host's memory (docs/host-memory.md)."""
 
     place: Literal["device", "host", "auto"] = "device"
     """Where moments and master weights lie; auto: on the host as much as does not fit the device."""
@@ -36,9 +38,11 @@ class MemoryConfig:
     main_grad: Literal["auto", "device", "host"] = "auto"
     """Where gradients wait for the norm of all and for their updates under the next forward; auto: as for
     activations."""
+    weights: Literal["device", "host"] = "device"
+    """Where weights of experts lie; on the host, each layer's visit the device for forward and backward."""
     buffers: int = 3
-    """Where state visits the device for its update, there is room for so many large buckets, or layers; and
-    for so many inputs of layers on either way."""
+    """Where state visits the device for its update, there is room for so many large buckets, or layers; for
+    so many inputs of layers on either way, and for the experts of so many layers."""
     device_gb: float = 0.0
     """With auto: memory of the device that a rank may fill; 0: what is free."""
     host_gb: float = 0.0
@@ -63,12 +67,17 @@ class MemoryConfig:
                 yield f"memory.{name} ({getattr(self, name)}) must be a number, 0 or more"
 
 
+def experts_stay(placement: PlacementConfig) -> bool:
+    """Whether experts stay where they are."""
+    moves = placement.moves and not placement.at_ease  # which gives way (`train/placement/may_move`)
+    return not (moves or placement.slots or placement.slots_per_rank != "auto")
+
+
 def travel_problems(
     memory: MemoryConfig, optim: OptimConfig, placement: PlacementConfig, pp: int
 ) -> Iterator[str]:
     """What state on the host, and updates by layers, cannot go with."""
-    moves = placement.moves and not placement.at_ease  # which gives way (`train/placement/may_move`)
-    still = not (moves or placement.slots or placement.slots_per_rank != "auto")
+    still = experts_stay(placement)
     if memory.travels and not still:
         yield (
             f"memory.place ({memory.place!r}) needs experts that stay where they are: their state would have "
@@ -132,3 +141,49 @@ def activation_problems(pipeline: PipelineConfig, model: ModelConfig) -> Iterato
             f"{told} does not go with pipeline.schedule = {pipeline.schedule!r}, which leaves weight "
             f"gradients for later; choose one of {', '.join(map(repr, ('auto', *WEIGHTS_AT_ONCE)))}"
         )
+
+
+def expert_weight_problems(
+    memory: MemoryConfig,
+    optim: OptimConfig,
+    placement: PlacementConfig,
+    pipeline: PipelineConfig,
+    model: ModelConfig,
+    lora: LoraConfig,
+    biased: bool,
+    pp: int,
+) -> Iterator[str]:
+    """Why weights of experts, `biased` or not, cannot lie on the host."""
+    told, layers = "memory.weights = 'host'", model.num_expert_layers
+    if layers <= memory.buffers:
+        yield (
+            f"{told} needs more layers with experts ({layers}) than memory.buffers ({memory.buffers}): "
+            "otherwise all of them are on the device anyway"
+        )
+    if pipeline.recompute != "full" or pipeline.recompute_layers != "all":
+        yield (
+            f"{told} needs pipeline.recompute = 'full' in all layers: weights come back for backward as a "
+            "layer runs again"
+        )
+    if pp > 1 or pipeline.overlaps or pipeline.schedule not in ("auto", "layers"):
+        yield (
+            f"{told} needs one rank whose microbatches go one after the other, or layer by layer: set "
+            "parallel.pp to 1, pipeline.overlap to 'off' and pipeline.schedule to 'auto' or 'layers'"
+        )
+    if not experts_stay(placement):
+        yield (
+            f"{told} needs experts that stay where they are; set placement.planner = 'static' and leave "
+            "placement.slots out"
+        )
+    if optim.clip != "layer" and trains_experts(optim.frozen, model, lora, biased):
+        yield (
+            f"{told} needs optim.clip = 'layer' where experts are trained, not {optim.clip!r}: they are "
+            "updated while they are on the device; or freeze them (lora.rank, optim.frozen)"
+        )
+
+
+def trains_experts(frozen: Sequence[str], model: ModelConfig, lora: LoraConfig, biased: bool) -> bool:
+    """Whether weights of experts learn, their adapters apart."""
+    each = ("up", "down", *(("up_bias", "down_bias") if biased else ()))
+    names = [f"layers.{layer}.moe.experts.{name}" for layer in model.expert_layers for name in each]
+    return not lora.rank and not all(any(picks(pattern, name) for pattern in frozen) for name in names)

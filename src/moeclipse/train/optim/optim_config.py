@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 LARGEST_BETA2 = 0.996
@@ -104,6 +105,11 @@ def factor_of(text: str) -> tuple[str, float]:
         return pattern.strip(), float(number)
     except ValueError:
         return pattern.strip(), math.nan
+
+
+def picks(pattern: str, name: str) -> bool:
+    """Whether a pattern of `optim.frozen` or `optim.lr_factors` means a parameter of this name."""
+    return fnmatchcase(name, f"*{pattern}*")
 
 
 def type_problems(optim: OptimConfig, dtype: str) -> Iterator[str]:

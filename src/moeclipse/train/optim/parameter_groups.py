@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -21,11 +20,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.core.values import nearest
 from moeclipse.model.lora_config import NO_LORA, LoraConfig, is_adapter
 from moeclipse.moe.layer import MoE
-from moeclipse.train.optim.optim_config import OptimConfig, factor_of
-
-
-def picks(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, f"*{pattern}*")
+from moeclipse.train.optim.optim_config import OptimConfig, factor_of, picks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,9 @@ class ShardState:
     def of(cls, bucket: Bucket, config: OptimConfig) -> ShardState:
         """Of a bucket's weights as they are, with moments of zero."""
         narrow = bucket.params.dtype
-        wide = bucket.weights(narrow if config.master == "none" else None)
+        wide = bucket.weights(narrow if config.master == "none" else None).to(bucket.params.device)
+        if bucket.lent is not None and wide.dtype == narrow:
+            wide = bucket.params[bucket.shard]  # where updates find them; `values` knows better
         length, device = len(wide), bucket.params.device
         low = config.master == "low-bits" and narrow == torch.bfloat16
         weight = LowBits.zeros(length, device) if low else wide
@@ -75,6 +77,8 @@ class ShardState:
         """Elements [start, stop) of one of STATES: themselves where they are plain, or else a copy."""
         kept = getattr(self, kind)
         stop = len(self) if stop is None else stop
+        if self._visits(kind):
+            return self.bucket.weights(kept.dtype)[start:stop]
         if isinstance(kept, LowBits):
             rounded = self.bucket.weights(torch.bfloat16)[start:stop].to(kept.low.device)
             return join_part(rounded, kept, start, stop)
@@ -82,6 +86,12 @@ class ShardState:
             return decode(kept, start, stop).to(torch.bfloat16)
         part: torch.Tensor = kept[start:stop]
         return part
+
+    def _visits(self, kind: str) -> bool:
+        """Weights without other master weights, which lie on the host and are updated elsewhere."""
+        if kind != "weight" or self.bucket.lent is None or not isinstance(self.weight, torch.Tensor):
+            return False
+        return self.weight.untyped_storage().data_ptr() == self.bucket.params.untyped_storage().data_ptr()
 
     def piece(self, kind: str, start: int, stop: int) -> torch.Tensor | Later:
         """The same for a checkpoint: copies wait in host memory, where there is room for all of them.
@@ -112,7 +122,9 @@ class ShardState:
     def put(self, kind: str, values: torch.Tensor) -> None:
         """All elements anew; there may be more or fewer than there were. 8 bits: rounded to the nearest."""
         kept = getattr(self, kind)
-        if kind in self.on_host:
+        if self._visits(kind):
+            self._put_in_place(self.bucket.weights(kept.dtype), values.cpu())
+        elif kind in self.on_host:
             self._put_in_place(kept, values.cpu())
         elif isinstance(kept, LowBits):
             bits = LowBits.zeros(len(values), values.device)

@@ -44,11 +44,13 @@ from moeclipse.train.predict.run_step import RunStep, StepPrices
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import (
     by_layers,
+    estimated_weights,
     grads_take_turns,
     input_buffers,
     input_bytes,
     leaving_inputs,
     updates_in_next_forward,
+    weights_saved,
 )
 from moeclipse.train.predict.step_sizes import cluster_costs, step_work
 from moeclipse.train.step.dtype import choose_dtype
@@ -74,7 +76,9 @@ class Placing:
     input_bytes: float = 0.0
     """Inputs of layers on the host ..."""
     grad_bytes: float = 0.0
-    """... and gradients."""
+    """... and gradients ..."""
+    weight_bytes: float = 0.0
+    """... and weights of experts, which were sent there by hand."""
 
     @property
     def fits(self) -> bool:
@@ -88,6 +92,8 @@ class Placing:
             away.append(f"inputs of layers, {self.input_bytes / 1e9:.3g} GB,")
         if self.grad_bytes:
             away.append(f"gradients, {self.grad_bytes / 1e9:.3g} GB,")
+        if self.weight_bytes:
+            away.append(f"weights of experts, {self.weight_bytes / 1e9:.3g} GB,")
         if not away:
             return f"memory: all state stays on the device, {room}"
         found = (
@@ -186,6 +192,7 @@ def placing(
     times = simulated(with_values(config, {"pipeline.recompute": again}), axes, hardware, dtype, share)
     link = host_link(config)
     grads = grads_away(config, axes, dtype)
+    weights = sum(size for size, _ in estimated_weights(config, float(dtype.itemsize)).values())
     return Placing(
         share=share,
         again=again,
@@ -197,8 +204,9 @@ def placing(
         copies_s=link.seconds(
             leaves + grads + inputs * (1 if by_layers(config) else config.optim.accumulate)
         ),
-        exposed_s=times.exposed if leaves + inputs + grads else 0.0,
+        exposed_s=times.exposed if leaves + inputs + grads + weights else 0.0,
         input_bytes=inputs,
+        weight_bytes=weights,
     )
 
 
@@ -228,7 +236,7 @@ def state_and_rest(
         kept += 2 * input_buffers(config) * input_bytes(config, axes, width)
     most = beside(sizes, sharing, tokens, width, program=by_layers(config), head=True)
     state = parameters.owned * each_element(config.optim, "all", dtype)
-    return state, held + kept + most
+    return state, held + kept + most - weights_saved(config, width)
 
 
 def _sizes(config: TrainConfig) -> ModelSizes:

@@ -55,6 +55,11 @@ def config_for(
             "memory.main_grad = 'host' cannot be planned: the way of gradients is counted by "
             "`moeclipse simulate` alone; leave it out"
         )
+    if config.memory.weights == "host":
+        raise ConfigError(
+            "memory.weights = 'host' cannot be planned: the way of weights is counted by "
+            "`moeclipse simulate` alone; leave it out"
+        )
     if on_cpu:
         return with_values(config, {"model.dtype": "float32"})
     if config.model.dtype in ("float32", "float64"):

@@ -36,10 +36,14 @@ from moeclipse.train.optim.memory_config import activation_problems
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import (
     estimated_buckets,
+    estimated_weights,
     input_buffers,
     shapes_of_run,
+    weights_saved,
     when_updated,
     with_host_inputs,
+    with_host_weights,
+    with_weight_ring,
 )
 from moeclipse.train.step.pipelined import chunks_for
 
@@ -159,7 +163,8 @@ class RunStep:
             step = verified.program.pipeline().step
             assert step is not None
             on_host = [sum(bucket.host_bytes for bucket in mine) for mine in step.buckets]
-            peaks = tuple(size - away for size, away in zip(peaks, on_host, strict=True))
+            weights = weights_saved(self.config, self.step_costs.value_bytes)  # which one rank has alone
+            peaks = tuple(size - away - weights for size, away in zip(peaks, on_host, strict=True))
             self._refuse_large(layout.schedule, peaks, schedule)
         return Answer(
             name=layout.schedule,
@@ -213,6 +218,7 @@ class RunStep:
         axes = (self.dp, self.ep, config.parallel.tp)
         layers, step = shapes_of_run(config, axes, layout)
         layers = with_host_inputs(layers, config, axes, self.step_costs.value_bytes)
+        layers = with_host_weights(layers, estimated_weights(config, self.step_costs.value_bytes))
         prices, tied = self.step_costs, config.model.tie_embeddings
         if self.bytes is not None:
             layers = self.bytes.shaped(layers, pipeline)
@@ -222,7 +228,7 @@ class RunStep:
         apart = layout.rank_of[0] != layout.rank_of[-1]
         placed = tuple(self._placed(mine, step) for mine in buckets)
         step = replace(step, buckets=placed, tied=tied and apart, slots=config.memory.buffers)
-        step = replace(step, input_slots=input_buffers(config))
+        step = with_weight_ring(replace(step, input_slots=input_buffers(config)), config)
         step = when_updated(step, config, self.dp * self.ep * config.parallel.tp * pp, pp)
         chunks = chunks_for(config, self.dp * self.ep)
         return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout
@@ -241,6 +247,7 @@ class RunStep:
         turns = turns_of(keys, memory.buffers) if leave else [-1] * len(buckets)
         grad = summed_type(self.config.optim.main_grad, HELD.get(width, torch.float32)).itemsize
         names = spread([(bucket.name, bucket.num_bytes) for bucket in buckets], share) if each else ()
+        stored = any(trained for _, trained in estimated_weights(self.config, width).values())
         return tuple(
             bucket._replace(
                 layer=bucket.name.partition(".")[0],
@@ -249,6 +256,7 @@ class RunStep:
                 else 0.0,
                 turn=turn,
                 grad_bytes=grad * bucket.num_bytes / GRADIENT_BYTES,
+                weights=stored and bucket.axis == "replicas",
             )
             for bucket, turn in zip(buckets, turns, strict=True)
         )

@@ -6,7 +6,7 @@ microbatch; then the program is there to be checked (`parallel.check_launches`) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from moeclipse.comm.async_ops.ledger import Ledger
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
+from moeclipse.model.count import expert_matrices
 from moeclipse.model.launches import LayerLaunches
 from moeclipse.model.passes import layer_shapes
 from moeclipse.model.transformer import Transformer
@@ -26,9 +27,10 @@ from moeclipse.schedule.op import Program
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import TURNS, Buckets
+from moeclipse.train.optim.memory_config import trains_experts
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.placement.may_move import as_far_as_it_goes
-from moeclipse.train.predict.model_sizes import first_trained
+from moeclipse.train.predict.model_sizes import BITS, first_trained
 
 ON_MESH = (
     "world",
@@ -59,6 +61,7 @@ def step_program(
     axes = (mesh.dp, mesh.ep, mesh.tp)
     layers, step = shapes_of_run(config, axes, layout)
     layers = with_host_inputs(layers, config, axes, model.dtype.itemsize)
+    layers = with_host_weights(layers, weights_on_host(model, buckets))
     frozen = ParameterGroups.of(config.optim, config.lora).is_frozen
     tied = config.model.tie_embeddings and not frozen(EMBEDDING)
     mine = [list(shape) for shape in bucket_shapes(model, buckets, layout, mesh.pp_index, tied=tied)]
@@ -67,7 +70,7 @@ def step_program(
     listed = tuple(tuple(map(_bucket, everyone[place * copies])) for place in range(mesh.pp))
     ends = layout.rank_of[0], layout.rank_of[-1]
     step = replace(step, buckets=listed, tied=tied and ends[0] != ends[1], slots=config.memory.buffers)
-    step = replace(step, input_slots=input_buffers(config))
+    step = with_weight_ring(replace(step, input_slots=input_buffers(config)), config)
     step = when_updated(step, config, mesh.num_ranks, mesh.pp)
     accumulate = config.optim.accumulate
     return make_program(config.pipeline, layout, layers, mesh.pp, accumulate, chunks, step=step)
@@ -164,6 +167,54 @@ def with_host_inputs(
     return [replace(layer, host_bytes=size * (index in leave)) for index, layer in enumerate(layers)]
 
 
+def with_host_weights(
+    layers: Sequence[LayerShape], sizes: Mapping[int, tuple[float, float]]
+) -> list[LayerShape]:
+    """Those whose experts travel say so; `sizes`: bytes of a layer's weights, and of those it trains."""
+    moved = [sizes.get(index, (0.0, 0.0)) for index in range(len(layers))]
+    return [
+        replace(layer, weight_bytes=size, stored_bytes=trained)
+        for layer, (size, trained) in zip(layers, moved, strict=True)
+    ]
+
+
+def weights_on_host(model: Transformer, buckets: Buckets) -> dict[int, tuple[float, float]]:
+    """Of each layer (bytes of its experts' weights on the host, of those that are trained)."""
+    found: dict[int, tuple[float, float]] = {}
+    layer_of = {id(p): layer.index for layer in model.all_layers for p in layer.parameters()}
+    for bucket in (*buckets, *buckets.frozen):
+        if bucket.lent is not None:
+            layer, size = layer_of[id(bucket.parameters[0])], bucket.lent.held.nbytes
+            whole, trained = found.get(layer, (0.0, 0.0))
+            found[layer] = whole + size, trained + size * (not bucket.frozen)
+    return found
+
+
+def estimated_weights(config: TrainConfig, width: float) -> dict[int, tuple[float, float]]:
+    """The same of a run that nobody has started; `width`: bytes of a weight that is in no fewer bits."""
+    if config.memory.weights != "host":
+        return {}
+    each = sum(rows * columns for rows, columns in expert_matrices(config.model, config.moe).values())
+    size = config.moe.num_experts * each * (BITS[config.model.base] / 8 or width)
+    trained = trains_experts(config.optim.frozen, config.model, config.lora, config.moe.expert_bias)
+    return dict.fromkeys(config.model.expert_layers, (size, size * trained))
+
+
+def weights_saved(config: TrainConfig, width: float) -> float:
+    """Bytes of a device that weights on the host do not take, the ring's counted."""
+    sizes = [size for size, _ in estimated_weights(config, width).values()]
+    return sum(sizes) - config.memory.buffers * max(sizes, default=0.0)
+
+
+def with_weight_ring(step: StepShape, config: TrainConfig) -> StepShape:
+    """Where weights from the host visit, and the first layer that they come to for backward."""
+    if config.memory.weights != "host":
+        return step
+    # A program sends gradients through all layers.
+    first = 0 if by_layers(config) else first_trained(config)
+    return replace(step, weight_slots=config.memory.buffers, first_backward=first)
+
+
 def input_buffers(config: TrainConfig) -> int:
     """Of the device, each way. Layer by layer those of all microbatches come between the state of two layers,
     which waits for its ring: nobody's input should wait behind it."""
@@ -237,7 +288,8 @@ def bucket_shapes(
         before = bucket.waits_for if buckets.grads_leave else None
         turn = -1 if before is None else buckets.buckets.index(before)
         rest = (both, float(size), bucket.host_bytes, bucket.layer_name, turn, float(size))
-        found.append(BucketShape(bucket.name, bucket.group.name, tuple(places), *rest))
+        visits = bucket.lent is not None
+        found.append(BucketShape(bucket.name, bucket.group.name, tuple(places), *rest, visits))
     return found
 
 

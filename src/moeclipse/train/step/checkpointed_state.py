@@ -86,9 +86,9 @@ class CheckpointedState:
 
     @property
     def checkpointing(self) -> CheckpointConfig:
-        """How a run saves: state on the host is written from where it lies, without room for a copy."""
-        given = self.config.checkpoint
-        return given if self.optim.host is None else replace(given, asynchronous=False)
+        """How a run saves: what is on the host is written from where it lies, without room for a copy."""
+        given, stays = self.config.checkpoint, self.optim.host is None and self.optim.weights is None
+        return given if stays else replace(given, asynchronous=False)
 
     def make_save_ready(self, async_save: AsyncSave) -> None:
         if self.mesh.device.type == "cuda":

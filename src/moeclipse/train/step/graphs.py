@@ -216,6 +216,8 @@ def obstacle(config: TrainConfig, mesh: Mesh, model: nn.Module) -> str:
         return "inputs of layers travel to the host and back"
     if config.memory.main_grad == "host":
         return "gradients travel to the host and back"
+    if config.memory.weights == "host":
+        return "weights come from the host, layer by layer"
     if config.optim.clip == "layer":
         return "layers are updated while backward goes on"
     if config.data.source or config.data.documents == "packed" or config.data.kind == "chat":

@@ -36,7 +36,7 @@ from moeclipse.schedule.kinds import TO_DEVICE, TO_HOST, Kind
 from moeclipse.schedule.op import Program
 from moeclipse.train.checkpoints.host_memory import PAGE_BYTES, CudaPins, HostMemory
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.optim.host_states import HostStates, release
+from moeclipse.train.optim.host_states import LiesOnHost, release
 from moeclipse.train.optim.state_place import room_for
 
 
@@ -188,9 +188,9 @@ class LayerInput:
 
 
 def host_inputs_of(
-    config: TrainConfig, mesh: Mesh, program: Program, states: HostStates | None
+    config: TrainConfig, mesh: Mesh, program: Program, others: Sequence[LiesOnHost]
 ) -> HostInputs:
-    """Of a run; beside the state that lies on the host, and over the same lane."""
-    room, lane = room_for(config, mesh), None if states is None else states.lane
-    lane = lane or HostLane(mesh.device, mesh.recorder, 1e9 * config.memory.copy_gb_s)
-    return HostInputs(program, mesh, lane, room=room - (0 if states is None else states.num_bytes))
+    """Of a run; beside what else lies on the host, and over the same lane."""
+    lane = others[0].lane if others else HostLane(mesh.device, mesh.recorder, 1e9 * config.memory.copy_gb_s)
+    room = room_for(config, mesh, sum(other.num_bytes for other in others))
+    return HostInputs(program, mesh, lane, room=room)

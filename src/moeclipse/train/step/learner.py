@@ -40,8 +40,6 @@ from moeclipse.train.observe.run_figures import StepRecord
 from moeclipse.train.observe.step_times import StepTimes
 from moeclipse.train.optim.adamw import learning_rate
 from moeclipse.train.optim.buckets import Buckets
-from moeclipse.train.optim.deferred import DeferredUpdates
-from moeclipse.train.optim.host_grads import HostGrads, host_grads_of
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.optim.state_place import optimizer_of
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad, counted_together
@@ -49,7 +47,6 @@ from moeclipse.train.placement.may_move import as_far_as_it_goes
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.predict.host_share import share_for
 from moeclipse.train.predict.step_program import (
-    first_layers,
     grads_take_turns,
     ledger_of,
     one_stage,
@@ -58,11 +55,10 @@ from moeclipse.train.predict.step_program import (
     updates_in_next_forward,
 )
 from moeclipse.train.step import memory_state
-from moeclipse.train.step.checkpointed_state import CheckpointedState
 from moeclipse.train.step.clip import LayerClip
 from moeclipse.train.step.dtype import choose_alike, choose_dtype, repeat_bits
 from moeclipse.train.step.graphs import Graphs
-from moeclipse.train.step.host_inputs import HostInputs, host_inputs_of
+from moeclipse.train.step.hosted_learner import HostedLearner
 from moeclipse.train.step.integrity import Integrity
 from moeclipse.train.step.nonfinite import Accident, look_again
 from moeclipse.train.step.pipelined import Pipelined
@@ -70,11 +66,8 @@ from moeclipse.train.step.results import CORRUPTED, BadSteps, LossScale, StepRes
 from moeclipse.train.step.sequential import SequentialStep
 
 
-class Learner(CheckpointedState):
+class Learner(HostedLearner):
     """Model, data and optimizer of one rank."""
-
-    grads: HostGrads | None = None
-    """Where gradients lie until the next forward, if not on the device."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         config, self.experts_do = as_far_as_it_goes(config, expert_group(mesh, config.moe).size)
@@ -94,18 +87,18 @@ class Learner(CheckpointedState):
         self.placement = ModelPlacement(config, mesh, layout)
         if layout is not None and layout.num_chains > 1 and not mesh.mirrored:
             raise ConfigError(f"{layout.schedule} holds two copies of the model: make Mesh(mirrored=True)")
+        self._weights_on_host()
         self.model = self._make_model(layout)
         self.groups = ParameterGroups.of(config.optim, config.lora)
         self.groups.apply(self.model, mesh)
         in_backward = updates_in_backward(config, mesh.num_ranks, mesh.pp)
         self.buckets = self._make_buckets()
         later = updates_in_next_forward(config, mesh.num_ranks, mesh.pp)
-        self.optim = optimizer_of(config, mesh, self.buckets, share, next_forward=later)
+        self.optim = optimizer_of(config, mesh, self.buckets, share, next_forward=later, weights=self.weights)
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)
-        self.inputs = self._inputs_on_host()
-        """Of layers, where they lie there between forward and backward."""
+        self._inputs_on_host()
         if (
             config.parallel.check_launches
             and mesh.num_ranks > 1
@@ -153,38 +146,8 @@ class Learner(CheckpointedState):
             held=None if layout is None else layout.layers_of(mesh.pp_index),
             placement_of=self.placement.placement_of,
             lora=config.lora,
+            **({} if self.weights is None else {"built": self.weights.adopt}),
         )
-
-    def _inputs_on_host(self) -> HostInputs | None:
-        if self.config.memory.activations != "host":
-            return None
-        found = host_inputs_of(self.config, self.mesh, self.program().program, self.optim.host)
-        if self.pipelined is not None:
-            self.pipelined.runtime.inputs = found
-        else:
-            found.watch(self.model)
-        return found
-
-    def _follow_program(self, later: bool) -> None:
-        """State on the host travels as the program says; `later`: for updates under the next forward."""
-        leave = self.config.memory.main_grad == "host"
-        if leave and not later:
-            raise ConfigError(
-                f"memory.main_grad = 'host' needs one rank, not {self.mesh.num_ranks}; set it to 'device'"
-            )
-        if self.optim.host is None and not leave:
-            return
-        ops = (program := self.program().program).ranks[self.mesh.pp_index]
-        if self.optim.host is not None:
-            self.optim.host.follow(ops, self.buckets.buckets)
-        if later:
-            if leave:
-                given = (self.config, self.mesh, self.optim, self.model, ops, self.inputs)
-                self.grads = self.optim.grads = host_grads_of(*given)
-            self.optim.deferred = DeferredUpdates(self.optim, first_layers(program))
-            self.optim.deferred.watch(self.model)
-            if self.sequential.graphs is not None:
-                self.sequential.graphs.first_eagerly = True
 
     def _make_buckets(self) -> Buckets:
         optim = self.config.optim
@@ -200,6 +163,7 @@ class Learner(CheckpointedState):
             by_layer=optim.clip == "layer" or self.config.memory.main_grad == "host",
             turns=grads_take_turns(self.config, self.mesh.num_ranks, self.mesh.pp),
             grads_leave=self.config.memory.main_grad == "host",
+            **({} if self.weights is None else {"lent_to": self.weights.lent_to}),
         )
 
     @property
@@ -230,10 +194,7 @@ class Learner(CheckpointedState):
         place = mesh.rank if self.model.tp.parts_tokens else mesh.data_index
         torch.manual_seed(key_of(self.config.run.seed, step, place) >> 1)
         self.buckets.zero()
-        if self.inputs is not None:
-            self.inputs.begin_step()
-        if self.optim.deferred is None:
-            self.optim.begin_fetching()
+        self._begin_copies()
         if self.by_layer is not None:
             self.by_layer.begin(self.lr(step), self.loss_scale.value)
         if self.memories:
