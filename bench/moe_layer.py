@@ -47,10 +47,10 @@ from _smoke import (
 
 from moeclipse.ops import expert_mlp, tuning
 from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.grouped_gemm import grouped_wgrad_kernel
 from moeclipse.ops.grouping import group_rows
 from moeclipse.ops.topk_softmax import topk_softmax
 from moeclipse.ops.tuning import Tile
-from moeclipse.ops.wgrad import grouped_wgrad_kernel
 
 CONFIGS = {
     "a": (24576, 1536, 256, 128, 8),

@@ -36,7 +36,7 @@ from _smoke import (
     write,
 )
 
-from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad
+from moeclipse.ops.grouped_gemm import dense_wgrad, grouped_wgrad
 
 DENSE = [(8192, 4096, 4096), (16384, 7168, 2048), (4096, 1024, 1024), (32768, 4096, 4096)]
 GROUPED = {  # rows, width of dy, width of x, experts: the up-projections of bench/moe_layer.py

@@ -34,6 +34,7 @@ from moeclipse.ops import (
     eight_bits,
     gate,
     gate_losses,
+    grouped_gemm,
     low_bits,
     nf4,
     norm,
@@ -43,7 +44,6 @@ from moeclipse.ops import (
     rounding,
     sum_parts,
     topk_softmax,
-    wgrad,
 )
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
@@ -83,12 +83,16 @@ def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None
     options = {} if gather == "none" else {f"{gather}_index_M": grouping.row_token_M}
     into = torch.randn(5, 40, 56)
     expected = into.clone()
-    wgrad.grouped_wgrad_reference(dy, x, grouping.offsets_E1, expected, accumulate=accumulate, **options)
+    grouped_gemm.grouped_wgrad_reference(
+        dy, x, grouping.offsets_E1, expected, accumulate=accumulate, **options
+    )
     # What lies past the last group must not be looked at.
     for name, tensor in (("dy", dy), ("x", x)):
         if gather != name:
             tensor[used:] = float("nan")
-    wgrad.grouped_wgrad_kernel(dy, x, grouping.offsets_E1, into, accumulate=accumulate, tile=tile, **options)
+    grouped_gemm.grouped_wgrad_kernel(
+        dy, x, grouping.offsets_E1, into, accumulate=accumulate, tile=tile, **options
+    )
     flags = [name for name in ("flatten", "swap", "ahead", "per_sm", "pointers") if getattr(tile, name)]
     report(f"wgrad {kind} {gather} add={accumulate} {' '.join(flags)}", into, expected)
 

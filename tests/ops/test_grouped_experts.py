@@ -13,7 +13,7 @@ from apart import apart
 from moeclipse.ops import expert_mlp, expert_passes, low_rank
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
-from moeclipse.ops.wgrad import grouped_wgrad
+from moeclipse.ops.grouped_gemm import grouped_wgrad
 
 
 def inputs(ids: torch.Tensor, num_experts: int, d: int = 6, f: int = 4) -> list[torch.Tensor]:

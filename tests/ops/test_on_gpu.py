@@ -11,10 +11,10 @@ import torch
 
 from moeclipse.ops.combine import gather_sum, gather_sum_reference
 from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.grouped_gemm import dense_wgrad, grouped_wgrad_kernel, grouped_wgrad_reference
 from moeclipse.ops.grouping import group_rows, group_rows_reference
 from moeclipse.ops.topk_softmax import topk_softmax, topk_softmax_reference
 from moeclipse.ops.tuning import HOPPER, Tile, has_warpgroups
-from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad_kernel, grouped_wgrad_reference
 
 # Counted through NVML: asking CUDA itself here would spoil forked ranks.
 HAS_GPU = torch.cuda.device_count() > 0

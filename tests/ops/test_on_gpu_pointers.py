@@ -16,9 +16,9 @@ from moeclipse.ops import tuning
 from moeclipse.ops.architecture import ARCHITECTURES
 from moeclipse.ops.expert_mlp import down, narrow, narrow_reference
 from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.grouped_gemm import grouped_wgrad_kernel, grouped_wgrad_reference
 from moeclipse.ops.grouping import group_rows
 from moeclipse.ops.tuning import TABLES, Tile, tile_for
-from moeclipse.ops.wgrad import grouped_wgrad_kernel, grouped_wgrad_reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from interpreted import assert_equal_references
 
-from moeclipse.ops import wgrad
+from moeclipse.ops import grouped_gemm
+from moeclipse.ops.grouped_gemm import dense_wgrad, grouped_wgrad, wgrad_fits
 from moeclipse.ops.tuning import Tile
-from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad, wgrad_fits
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -52,7 +52,7 @@ def test_groups_by_hand(gather: str) -> None:
 
 
 def fits(monkeypatch: pytest.MonkeyPatch, accumulate: bool = True, **change: Any) -> bool:
-    monkeypatch.setattr(wgrad, "device_fits", lambda _: True)
+    monkeypatch.setattr(grouped_gemm, "device_fits", lambda _: True)
     operands = {"dy": torch.zeros(8, 16).bfloat16(), "x": torch.zeros(8, 24).bfloat16()}
     operands |= {"into": torch.zeros(3, 16, 24)} | change
     return wgrad_fits(operands["dy"], operands["x"], operands["into"], accumulate)
@@ -90,13 +90,13 @@ def test_what_dividing_warps_are_given(
             return lambda *given, **options: seen.append((given, options))
 
     monkeypatch.setattr(wgrad_gluon, "grouped_wgrad", Kernel())
-    monkeypatch.setattr(wgrad, "has_warpgroups", lambda _: True)
+    monkeypatch.setattr(grouped_gemm, "has_warpgroups", lambda _: True)
     dy, x = torch.zeros(12, 160).bfloat16(), torch.zeros(12, 272).bfloat16()
     offsets, index = torch.tensor([0, 7, 12], dtype=torch.int32), torch.arange(12, dtype=torch.int32)
     into = torch.zeros(2, 160, 272)
     options = {} if gather == "none" else {f"{gather}_index_M": index}
     tile = Tile(stages=4, split=4, staging=2)
-    wgrad.grouped_wgrad_kernel(dy, x, offsets, into, accumulate=accumulate, tile=tile, **options)
+    grouped_gemm.grouped_wgrad_kernel(dy, x, offsets, into, accumulate=accumulate, tile=tile, **options)
     (given_dy, given_x, given_index, stride, out, *sizes), constants = seen[0]
     assert (given_dy is dy, given_x is x) == (gather == "dy", gather == "x"), "the others are descriptors"
     assert given_index is (None if gather == "none" else index)
@@ -114,8 +114,8 @@ def test_what_dividing_warps_are_given(
 def test_the_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[object] = []
     rows: Any = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(wgrad, "wgrad_fits", lambda *_: True)
-    monkeypatch.setattr(wgrad, "grouped_wgrad_kernel", lambda *given, **_: taken.append(given[0]))
+    monkeypatch.setattr(grouped_gemm, "wgrad_fits", lambda *_: True)
+    monkeypatch.setattr(grouped_gemm, "grouped_wgrad_kernel", lambda *given, **_: taken.append(given[0]))
     grouped_wgrad(rows, torch.ones(1, 1), torch.tensor([0, 1]), torch.ones(1, 1, 1))
     assert taken == [rows]
 

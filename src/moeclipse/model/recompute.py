@@ -19,8 +19,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from moeclipse.ops.eager import eager
 from moeclipse.ops.frozen import Scratch
+from moeclipse.tensor.linear import eager
 
 Again = Literal["off", "norms", "attn", "mlp", "moe", "full"]
 Part = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.ops.wgrad import KERNEL_DTYPES, dense_wgrad
+from moeclipse.ops.grouped_gemm import KERNEL_DTYPES, dense_wgrad
 
 SMALL_TABLE = 4096
 """Rows up to which the product is made."""

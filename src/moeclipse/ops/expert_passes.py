@@ -31,11 +31,11 @@ from moeclipse.ops.activation import Activation
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.combine import gather_sum
 from moeclipse.ops.frozen import Frozen, Weight, decoded
+from moeclipse.ops.grouped_gemm import grouped_wgrad
 from moeclipse.ops.grouping import Grouping
 from moeclipse.ops.low_rank import LowRank, add_wgrad
 from moeclipse.ops.pick import pick
 from moeclipse.ops.precision import WIDE
-from moeclipse.ops.wgrad import grouped_wgrad
 
 WEIGHTS = ("up_EHD", "down_EDF")
 BIASES = ("up_bias_EH", "down_bias_ED")

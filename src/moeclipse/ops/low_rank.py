@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from moeclipse.ops.expert_kernels import More
 from moeclipse.ops.expert_mlp import narrow
+from moeclipse.ops.grouped_gemm import grouped_wgrad
 from moeclipse.ops.grouping import Grouping
-from moeclipse.ops.wgrad import grouped_wgrad
 
 MULTIPLE = 8
 

@@ -24,8 +24,9 @@ Hazard. Ranks that call in different orders exchange the wrong tensors: every tp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +34,30 @@ from torch import nn
 
 from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.core.errors import ConfigError
-from moeclipse.ops.eager import eager
 from moeclipse.ops.first_order import first_order
 from moeclipse.ops.frozen import Frozen, Weight
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.parallel import TensorParallel, move
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which no compiled graph holds: one ends before it, and another begins behind.
+
+    `torch.compiler.disable` says the same, but loads the compiler when a function is defined: half a second
+    of every process, on each rank, for those who compile nothing.
+    """
+
+    @wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            found: R = torch.compiler.disable(function)(*args, **kwargs)
+            return found
+        return function(*args, **kwargs)
+
+    return outside
 
 
 @eager

@@ -19,13 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.ops.cross_entropy import gradient, statistics
-from moeclipse.ops.eager import eager
 from moeclipse.ops.embedding import embedding_grad
 from moeclipse.ops.first_order import first_order
+from moeclipse.ops.grouped_gemm import dense_wgrad
 from moeclipse.ops.precision import WIDE
-from moeclipse.ops.wgrad import dense_wgrad
 from moeclipse.tensor.cut import Cut
-from moeclipse.tensor.linear import cast, column_linear, reduce_input_grad
+from moeclipse.tensor.linear import cast, column_linear, eager, reduce_input_grad
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.weight_grad import accumulator, weight_grad
 

@@ -28,8 +28,8 @@ from itertools import compress
 import torch
 
 from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.ops.grouped_gemm import dense_wgrad
 from moeclipse.ops.sum_parts import Place
-from moeclipse.ops.wgrad import dense_wgrad
 
 WIDER = {
     torch.float64: (torch.float64,),

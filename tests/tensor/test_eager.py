@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from moeclipse.ops.eager import eager
+from moeclipse.tensor.linear import eager
 
 
 def test_a_graph_ends_before_and_another_begins_behind() -> None:
