@@ -178,9 +178,9 @@ class ExchangeSchedule:
             self._measure(ids_TK, dispatcher, experts, mesh, where)
         watch = self.cuts.watch if decided is None else None
         decided = decided or Decided(use=self.cuts.use, probe=self.probe, asks=self.shadows.asking.asks)
-        costs, mine, counts_PE, may_serve = None, None, NOBODY, serves(plain)
+        costs, mine, counts_PE, may_serve = None, None, NOBODY, False
         if self.shadows.wanted != "off" or self.shadows.policy is not None:
-            costs = self._shadow_costs(decided)
+            costs, may_serve = self._shadow_costs(decided), serves(plain)
             asked = (ids_TK, dispatcher, where, costs, decided.asks, may_serve)
             mine, counts_PE = self.shadows.choose(*asked)
         guests = self.shadows.guests(dispatcher) if mine is not None else None
