@@ -1,16 +1,17 @@
-"""Optimizer state in the host's memory on one GPU: all of Qwen3-30B-A3B's shape, and `5b` beside itself.
+"""State and experts in the host's memory on one GPU: all of Qwen3-30B-A3B's shape, and `5b` beside itself.
 
     .venv/bin/python bench/one_gpu.py --only 5b-resident --only 5b-layers --only 5b-host    one H200, minutes
     .venv/bin/python bench/one_gpu.py --only 30b-none-32k
     .venv/bin/python bench/one_gpu.py --only 30b-low-64k --json one_gpu.json
+    .venv/bin/python bench/one_gpu.py --only 30b-lora-64k --only 30b-lora-weights-64k    experts on the host
     .venv/bin/python bench/one_gpu.py --smoke
 
 Each way trains in a process of its own, from random weights that are made in place, and prints a row: peak of
 the device (what tensors took, and what all of the process took of it), state on the host, the step, tokens
 per second, how much of the copies was hidden, and what was predicted before anything was built. A step is
-the time from the end of one to the end of the next. Rows of `5b` train the same tokens: whether losses of
-those that clip alike are equal to the bit is told behind them. `5b-fsdp` is transformers with torch's offload
-(`_offloaded.py`). What does not fit says so in its row.
+the time from the end of one to the end of the next. Of rows that differ in places of memory alone it is told
+whether losses are equal to the bit. `5b-fsdp` is transformers with torch's offload (`_offloaded.py`). What
+does not fit says so in its row.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +32,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import MoEclipseError
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.memory_config import MemoryConfig
 from moeclipse.train.predict.host_share import hardware_of, placing
 from moeclipse.train.predict.plan_config import config_for
 from moeclipse.train.presets import load
@@ -44,6 +47,9 @@ AUTO = {**LAYERS, "memory.place": "auto"}
 SAME = {"data.seq_len": 1024, "data.batch_size": 64, "run.deterministic": True}
 MANY = {"data.batch_size": 256, "optim.accumulate": 4, "pipeline.schedule": "layers"}
 LONG = {"data.seq_len": 4096}
+EXPERTS = {"memory.weights": "host"}
+LORA = {**LONG, "lora.rank": 16, "optim.accumulate": 1, "pipeline.recompute": "full", "data.batch_size": 16}
+BY_LAYERS = {"optim.accumulate": 4, "pipeline.schedule": "layers"}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "5b-resident": ("5b", {**SAME, **NARROW, "optim.accumulate": 1, "pipeline.recompute": "full"}),
     "5b-layers": ("5b", {**SAME, **NARROW, **LAYERS}),
@@ -58,6 +64,23 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "30b-none-64k": ("qwen3-30b-a3b", {**LONG, **ROUNDED, **AUTO, "data.batch_size": 16}),
     "30b-low-32k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, "data.batch_size": 8}),
     "30b-low-64k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, "data.batch_size": 16}),
+    "5b-weights": ("5b", {**SAME, **NARROW, **HOST, **EXPERTS}),
+    "5b-weights-alone": ("5b", {**SAME, **NARROW, **LAYERS, **EXPERTS}),
+    "30b-lora-64k": ("qwen3-30b-a3b", LORA),
+    "30b-lora-weights-64k": ("qwen3-30b-a3b", {**LORA, **EXPERTS}),
+    "30b-lora-weights-by-layers": (
+        "qwen3-30b-a3b",
+        {**LORA, **EXPERTS, **BY_LAYERS, "memory.activations": "host"},
+    ),
+    "30b-nf4-16k": ("qwen3-30b-a3b", {**LORA, "model.base": "nf4", "data.batch_size": 4}),
+    "30b-nf4-weights-16k": (
+        "qwen3-30b-a3b",
+        {**LORA, **EXPERTS, "model.base": "nf4", "data.batch_size": 4},
+    ),
+    "30b-none-weights-64k": (
+        "qwen3-30b-a3b",
+        {**LONG, **ROUNDED, **HOST, **EXPERTS, "memory.share": 0.5, "data.batch_size": 16},
+    ),
     "30b-low-128k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, **MANY, "data.batch_size": 32}),
 }
 TINY = {
@@ -66,6 +89,7 @@ TINY = {
     "model.num_layers": 3,
     "model.num_dense_layers": 0,
     "memory.copy_gb_s": 0.5,
+    "memory.buffers": 2,
 }
 
 
@@ -101,16 +125,18 @@ def train(way: str, steps: int, device_gb: float, smoke: bool) -> dict[str, Any]
     if host is not None:
         total = sum(tensor.nbytes for state in learner.optim.states for tensor in state.tensors().values())
         share = host.num_bytes / total
+    away = sum(one.num_bytes for one in (host, learner.weights, learner.inputs) if one is not None)
+    buckets = (*learner.buckets, *learner.buckets.frozen)
     foreseen = placing(config, (1, 1, 1), 0.0, hardware_of(there), torch.bfloat16, "full", round(share, 2))
     late = [told.times for told in learner.times.take()][min(2, steps - 1) :]
     ms = middle_step(ended)
     comm, exposed = (sum(times[name] for times in late) for name in ("comm_ms", "exposed_ms"))
     return {
         "way": way,
-        "parameters": sum(bucket.params.numel() for bucket in learner.buckets),
+        "parameters": sum(bucket.params.numel() for bucket in buckets),
         "ready_s": ready,
         **device_peak(),
-        "host_gib": 0.0 if host is None else host.num_bytes / GIB,
+        "host_gib": away / GIB,
         "step_ms": ms,
         "tokens_per_s": 1e3 * learner.tokens_per_step / ms,
         "copies_ms": comm / len(late),
@@ -177,18 +203,20 @@ def row(found: dict[str, Any]) -> str:
     )
 
 
-def compared(rows: list[dict[str, Any]]) -> list[str]:
-    """Of ways of `5b`: step beside the first; losses beside the first that clips alike."""
-    ran = [one for one in rows if "failed" not in one and one["way"].startswith("5b")]
+def compared(rows: list[dict[str, Any]], steps: int) -> list[str]:
+    """Of ways of `5b`: step beside the first. Of all: losses beside the first that computes the same."""
+    ran = [one for one in rows if "failed" not in one]
+    small = [one for one in ran if one["way"].startswith("5b")]
     lines = [
-        f"{one['way']}: {one['step_ms'] / ran[0]['step_ms']:.3f} x the step of {ran[0]['way']}"
-        for one in ran[1:]
+        f"{one['way']}: {one['step_ms'] / small[0]['step_ms']:.3f} x the step of {small[0]['way']}"
+        for one in small[1:]
     ]
     alike: dict[str, dict[str, Any]] = {}
     for one in ran:
         if one["way"].endswith("fsdp"):
             continue
-        first = alike.setdefault(WAYS[one["way"]][1].get("optim.clip", "global"), one)
+        config = config_of(one["way"], steps, 0.0, False)
+        first = alike.setdefault(str(replace(config, memory=MemoryConfig())), one)
         if first is not one:
             same = "are" if one["losses"] == first["losses"] else "ARE NOT"
             lines.append(f"{one['way']}: {len(one['losses'])} losses {same} those of {first['way']}")
@@ -196,7 +224,7 @@ def compared(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    smallest = {"steps": 3, "device_gb": 0.02, "only": ["5b-layers", "5b-host", "30b-low-32k"]}
+    smallest = {"steps": 3, "device_gb": 0.02, "only": ["5b-layers", "5b-host", "5b-weights", "30b-low-32k"]}
     parser = BenchParser(__doc__, smoke=smallest)
     parser.add_argument("--only", choices=WAYS, action="append")
     parser.add_argument("--steps", type=int, default=8)
@@ -216,7 +244,7 @@ def main() -> int:
         for note in rows[-1].get("notes", ()):
             print(f"{'':>17}{note}", flush=True)
         write(given.json, {"machine": machine(), "rows": rows})
-    print("\n".join(compared(rows)))
+    print("\n".join(compared(rows, given.steps)))
     return 0
 
 

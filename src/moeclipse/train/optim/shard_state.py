@@ -55,12 +55,16 @@ class ShardState:
     def of(cls, bucket: Bucket, config: OptimConfig) -> ShardState:
         """Of a bucket's weights as they are, with moments of zero."""
         narrow = bucket.params.dtype
-        wide = bucket.weights(narrow if config.master == "none" else None).to(bucket.params.device)
-        if bucket.lent is not None and wide.dtype == narrow:
-            wide = bucket.params[bucket.shard]  # where updates find them; `values` knows better
-        length, device = len(wide), bucket.params.device
-        low = config.master == "low-bits" and narrow == torch.bfloat16
-        weight = LowBits.zeros(length, device) if low else wide
+        plain, device = bucket.weights(narrow), bucket.params.device
+        length = len(plain)
+        weight: torch.Tensor | LowBits
+        if config.master == "low-bits" and narrow == torch.bfloat16:
+            weight = LowBits.zeros(length, device)
+        elif config.master == "none" or WIDE[narrow] == narrow:
+            # Of weights on the host: where updates find them; `values` knows better.
+            weight = plain if bucket.lent is None else bucket.params[bucket.shard]
+        else:
+            weight = plain.to(device=device, dtype=WIDE[narrow])
         m: torch.Tensor | EightBits
         v: torch.Tensor | EightBits
         if config.state == "8bit" and bucket.block:
