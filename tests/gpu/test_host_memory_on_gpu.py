@@ -1,7 +1,4 @@
-"""State in pinned memory of the host on a GPU: the bits of state on the device, and copies beside compute.
-
-Tests of inputs of layers, of gradients and of weights have not yet run on a GPU.
-"""
+"""State in pinned memory of the host on a GPU: the bits of state on the device, and copies beside compute."""
 
 from __future__ import annotations
 
@@ -127,7 +124,9 @@ def less_memory(mesh: Mesh) -> None:
     peaks = []
     for place in ("device", "host"):
         large = {"data.seq_len": 1024, "data.batch_size": 16, "model.num_layers": 12, "memory.buffers": 1}
-        changes = {**BASE, **INPUTS, **large, "memory.activations": place}
+        # replays of a graph allocate nothing: inputs that stay would seem to take nothing
+        plain = {"memory.activations": place, "run.graphs": "off"}
+        changes = {**BASE, **INPUTS, **large, **plain}
         learner = Learner(with_values(load(preset="small"), changes), mesh)
         learner.step(0)
         torch.cuda.synchronize()
