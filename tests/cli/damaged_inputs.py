@@ -28,8 +28,6 @@ from moeclipse.moe.config import ExchangeConfig, GateConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune.granularity import Granularity
 from moeclipse.ops import tuning
-from moeclipse.schedule.catalogue import build
-from moeclipse.schedule.text import format_program, parse_program
 from moeclipse.train.checkpoints.checkpoint import OneRank, Piece, save
 from moeclipse.train.config import DataConfig, TrainConfig
 from moeclipse.train.data.corpus import open_corpus
@@ -63,18 +61,17 @@ def command(*words: object) -> None:
 
 
 def make_plans(folder: Path) -> Readers:
-    """Placements, policies, programs, tiles, and what commands are pointed at."""
+    """Placements, policies, tiles, and what commands are pointed at."""
     folder.mkdir()
     run = make_run(folder / "run", steps=6, exposed_ms=1e4)
     counts = torch.tensor([[[3000, 3000, 1000, 1000]]]).expand(6, 1, 4).numpy()
     write_loads(run, counts, 2)
     (run / "choices.json").write_text(json.dumps({**CHOICES, "placement": PRICES}))
-    names = ("slots.json", "current.json", "policy.py", "program.txt", "tiles.json", "my.toml")
+    names = ("slots.json", "current.json", "policy.py", "tiles.json", "my.toml")
     files = {name: folder / name for name in names}
     files["slots.json"].write_text(Placement(((0, 1), (1, 2))).to_json())
     files["current.json"].write_text(Placement(((0, 1), (2, 3))).to_json())
     files["policy.py"].write_text("from math import *\n\ndef mine(problem):\n    return problem.current\n")
-    files["program.txt"].write_text(format_program(build("1f1b", 2, 4)))
     tile = asdict(tuning.HOPPER["up"])
     files["tiles.json"].write_text(json.dumps({tuning.key_of("up", CPU, 64, 32): tile}))
     files["my.toml"].write_text(to_toml(load(preset="tiny")))
@@ -92,7 +89,6 @@ def make_plans(folder: Path) -> Readers:
     return {
         "slots": (files["slots.json"], lambda path: PlacementConfig(slots=str(path)).placements(3, 2)),
         "policy": (files["policy.py"], policy),
-        "program": (files["program.txt"], lambda path: parse_program(path.read_text(errors="replace"))),
         "tiles": (files["tiles.json"], tiles),
         "place --current": (
             files["current.json"],

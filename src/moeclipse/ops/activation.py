@@ -155,7 +155,3 @@ def value_and_slope(x: torch.Tensor, activation: Activation) -> tuple[torch.Tens
         return positive.square(), 2 * positive
     share = 0.5 * (1 + torch.erf(x * 0.5**0.5))
     return x * share, share + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-
-
-def swiglu(h_N2F: torch.Tensor) -> torch.Tensor:
-    return activate(h_N2F, "swiglu")

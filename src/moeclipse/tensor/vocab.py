@@ -195,18 +195,13 @@ def _counted(
 
 
 @eager
-def cross_entropy(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
-) -> torch.Tensor:
-    """The sum over tokens of -log softmax(logits)[target]; `logits_TV` are this rank's part of them."""
-    return token_losses(logits_TV, targets_T, cut, tp)[0]
-
-
-@eager
 def token_losses(
     logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the sum, the loss of each token, which has no gradient)."""
+    """-log softmax(logits)[target]: (the sum, that of each token, which has no gradient).
+
+    `logits_TV` are this rank's part of them.
+    """
     loss, loss_T = _CrossEntropy.apply(logits_TV, targets_T, cut, tp)
     return loss, loss_T
 
