@@ -45,4 +45,20 @@ MUTANTS = (
         "who reads weights between steps finds those of whatever layer lies in the ring",
         "a checkpoint holds the experts of three layers, many times",
     ),
+    Mutant(
+        "train/predict/host_share.py",
+        "    return (False,) if wrong or prod(axes) > 1 else (False, True)\n",
+        "    return (False, True)\n",
+        "train/predict/test_host_share.py::test_experts_leave_where_nothing_else_is_enough",
+        "memory.place = auto sends experts away that cannot leave",
+        "a run that would have been told that it may not fit stops while it is built",
+    ),
+    Mutant(
+        "train/predict/step_program.py",
+        "    return sum(sizes) - config.memory.buffers * max(sizes, default=0.0)\n",
+        "    return sum(sizes)\n",
+        "train/predict/test_host_share.py::test_weights_on_the_host_are_counted_and_priced",
+        "the ring that weights visit is not counted",
+        "what is said to fit does not",
+    ),
 )

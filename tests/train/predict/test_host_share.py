@@ -25,6 +25,7 @@ from moeclipse.train.predict.host_share import (
     share_for,
     simulated,
     state_and_rest,
+    weights_open,
 )
 from moeclipse.train.predict.plan_config import config_for
 from moeclipse.train.predict.run_step import RunStep
@@ -132,7 +133,7 @@ def bytes_of_a_learner(mesh: Mesh) -> None:
 def test_inputs_of_layers_leave_where_nothing_fits_without() -> None:
     many = {"pipeline.recompute": "full", "data.batch_size": 32}
     given = (ONE, 120e9, device("h200"), torch.bfloat16)
-    stay = best_placing(big(**many, **{"memory.activations": "device"}), *given)
+    stay = best_placing(big(**many, **{"memory.activations": "device", "memory.weights": "device"}), *given)
     assert not stay.fits
     found = best_placing(big(**many), *given)
     assert found.fits
@@ -152,7 +153,9 @@ def test_of_adapters_only_what_is_trained_has_state_and_inputs_leave_above_it() 
     found = best_placing(few, *given)
     assert found.fits
     assert found.input_bytes == 46 * 16 * 4096 * 2048 * 2
-    stay = best_placing(with_values(few, {"memory.activations": "device"}), *given)
+    stay = best_placing(
+        with_values(few, {"memory.activations": "device", "memory.weights": "device"}), *given
+    )
     assert not stay.fits
     assert stay.host_bytes < 3e9, "all that there is"
     above = {"optim.frozen": tuple(f"layers.{n}.*" for n in range(40)), "memory.activations": "host"}
@@ -241,6 +244,28 @@ def test_weights_on_the_host_are_counted_and_priced(how: dict[str, Any]) -> None
     )
     wire = 2 * ALL_EXPERTS * (48 - 3) / 48 / (0.95 * 55e9)
     assert rushed.step > 0.8 * wire > 2 * still.step, "4,096 tokens are computed while a third of them comes"
+
+
+def test_experts_leave_where_nothing_else_is_enough() -> None:
+    few = big(**{"pipeline.recompute": "full", "lora.rank": 16, "optim.clip": "global"})
+    there = (device("h200"), torch.bfloat16)
+    assert best_placing(few, ONE, 85e9, *there).weight_bytes == 0, "inputs of layers are enough"
+    found = best_placing(few, ONE, 40e9, *there)
+    assert found.fits
+    assert found.weight_bytes == pytest.approx(ALL_EXPERTS)
+    assert found.input_bytes == 0, "and these are not needed"
+    small = best_placing(few, ONE, 30e9, *there)
+    assert small.fits
+    assert min(small.weight_bytes, small.input_bytes) > 0
+    for closed in (
+        {"memory.weights": "device"},
+        {"pipeline.recompute": "auto"},
+        {"lora.rank": 0},
+        {"memory.buffers": 48},
+    ):
+        assert best_placing(with_values(few, closed), ONE, 40e9, *there).weight_bytes == 0
+    assert weights_open(few, (1, 2, 1)) == (False,)
+    assert weights_open(with_values(few, {"memory.weights": "host"}), ONE) == (True,)
 
 
 def programs(mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ from test_host_states import given_back
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import problems_of
-from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.core.errors import ConfigError, CorruptionError, ScheduleError
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig, layout_problems
@@ -76,6 +76,17 @@ ALONE: dict[str, dict[str, Any]] = {
     "in few bits": {**ADAPTERS, "model.base": "nf4", "moe.d_ff": 16, "model.dtype": "bfloat16"},
     "frozen": {"optim.frozen": ("experts.up", "experts.down")},
     "frozen below": {"optim.frozen": ("embedding", "layers.0", "layers.1", "layers.2", "experts")},
+    "trained above": {
+        **LAYER,
+        "optim.frozen": ("embedding", "layers.0", "layers.1", "layers.2"),
+        "memory.copy_gb_s": 0.002,
+    },
+    "by memory.place": {
+        **ADAPTERS,
+        "memory.place": "auto",
+        "memory.weights": "auto",
+        "memory.device_gb": 1e-9,
+    },
     "biases": {"moe.expert_bias": True, "optim.frozen": ("moe.experts",)},
     "adapters, by layers": {**ADAPTERS, **BY_LAYERS},
     "trained": LAYER,
@@ -158,7 +169,7 @@ def test_gradients_are_those_of_a_model_that_keeps_everything() -> None:
 
 def evaluated(mesh: Mesh) -> None:
     held_out = {"eval.every": 1, "eval.share": 0.2, "eval.samples": 4, "memory.copy_gb_s": 0.002}
-    for how in (ADAPTERS, LAYER):
+    for how in (ADAPTERS, LAYER, {**LAYER, **BY_LAYERS}):
         resident, learner = (Learner(config_of(held_out, how, more), mesh) for more in ({}, HOST))
         weights = learner.weights
         assert weights is not None
@@ -203,6 +214,30 @@ def saved_and_resumed(mesh: Mesh, folder: Path, how: dict[str, Any]) -> None:
         for step in (2, 3):
             resumed.step(step)
         assert_same(state_of(resumed), wanted)
+
+
+def begun(mesh: Mesh, folder: Path) -> None:
+    """From weights of another run, with moments of its own; and bits that flip on the host are found."""
+    for how in (ADAPTERS, {**LAYER, "model.dtype": "bfloat16"}):
+        other = Learner(config_of(how, {"run.seed": 7}), mesh)
+        source = Checkpoint.open(other.save(folder / how.get("model.dtype", "wide"), 0), OneRank())
+        resident, learner = (
+            Learner(config_of(how, more, {"integrity.every": 1}), mesh) for more in ({}, HOST)
+        )
+        for one in (resident, learner):
+            one.step(0)
+            one.load_weights(source)
+        assert_same(weights_of(learner), weights_of(resident))
+        assert learner.step(1)["loss"] == resident.step(1)["loss"]
+        assert learner.weights is not None
+        learner.optim.states  # noqa: B018  (nothing is under way)
+        learner.weights._held[3][40] ^= 4
+        with pytest.raises(CorruptionError, match=r"layers\.4\.moe\.experts"):
+            learner.step(2)
+
+
+def test_weights_of_another_run_are_taken_and_flipped_bits_are_found(tmp_path: Path) -> None:
+    run_alone(begun, tmp_path)
 
 
 FEW_BITS = {**LAYER, "model.dtype": "bfloat16", "optim.state": "8bit", "optim.master": "low-bits"}

@@ -38,8 +38,9 @@ class MemoryConfig:
     main_grad: Literal["auto", "device", "host"] = "auto"
     """Where gradients wait for the norm of all and for their updates under the next forward; auto: as for
     activations."""
-    weights: Literal["device", "host"] = "device"
-    """Where weights of experts lie; on the host, each layer's visit the device for forward and backward."""
+    weights: Literal["auto", "device", "host"] = "auto"
+    """Where weights of experts lie; on the host, each layer's visit the device for forward and backward;
+    auto: as for activations."""
     buffers: int = 3
     """Where state visits the device for its update, there is room for so many large buckets, or layers; for
     so many inputs of layers on either way, and for the experts of so many layers."""

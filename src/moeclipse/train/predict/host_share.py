@@ -1,4 +1,4 @@
-"""What lies on the host, of optimizer state, inputs of layers and gradients: as little as lets the step fit.
+"""What lies on the host, of state, inputs of layers, gradients and experts: as little as lets the step fit.
 
     peak      weights, gradients, state that stays, buffers, kept activations, what backward makes
     seconds   the run's own program with FETCH and STORE, simulated over the wire between host and device,
@@ -6,8 +6,8 @@
 
 Idea. For each recompute policy that is open, the smallest share of state that must leave for the peak to fit;
 of these the one whose simulated step is shortest. Where all fits, nothing leaves. Inputs of layers that are
-recomputed whole, and gradients that wait for the norm of all, leave last, where nothing fits without: no
-microbatch is a CUDA graph then.
+recomputed whole, and gradients that wait for the norm of all, leave where nothing fits without, and experts
+where nothing fits without these: no microbatch is a CUDA graph then.
 
 Contract. Decided before anything is built, by all ranks alike, from the smallest memory among them; told in
 one line.
@@ -38,7 +38,7 @@ from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import summed_type
-from moeclipse.train.optim.memory_config import activation_problems
+from moeclipse.train.optim.memory_config import activation_problems, expert_weight_problems
 from moeclipse.train.predict.model_sizes import sizes_of, sizes_of_run, unpriced
 from moeclipse.train.predict.run_step import RunStep, StepPrices
 from moeclipse.train.predict.state_bytes import each_element
@@ -78,7 +78,7 @@ class Placing:
     grad_bytes: float = 0.0
     """... and gradients ..."""
     weight_bytes: float = 0.0
-    """... and weights of experts, which were sent there by hand."""
+    """... and weights of experts."""
 
     @property
     def fits(self) -> bool:
@@ -115,13 +115,14 @@ def share_for(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, float, list
         room = min(mesh.gather_objects(room))
     dtype = choose_dtype(config.model.dtype, mesh.device)
     found = best_placing(config, (mesh.dp, mesh.ep, mesh.tp), room, hardware_of(mesh.device), dtype)
-    return _with(config, found.input_bytes > 0, found.grad_bytes > 0), found.share, [found.line()]
+    there = found.input_bytes > 0, found.grad_bytes > 0, found.weight_bytes > 0
+    return _with(config, *there), found.share, [found.line()]
 
 
-def _with(config: TrainConfig, inputs: bool, grads: bool) -> TrainConfig:
+def _with(config: TrainConfig, inputs: bool, grads: bool, weights: bool) -> TrainConfig:
     """Whether they lie on the host."""
-    places = ("device", "host")
-    return with_values(config, {"memory.activations": places[inputs], "memory.main_grad": places[grads]})
+    places, there = ("device", "host"), {"activations": inputs, "main_grad": grads, "weights": weights}
+    return with_values(config, {f"memory.{name}": places[on_host] for name, on_host in there.items()})
 
 
 def hardware_of(there: torch.device) -> Device:
@@ -136,13 +137,14 @@ def best_placing(
     """Of all recompute policies that are open; `axes` are dp, ep and tp."""
     asked = config.pipeline.recompute
     levels: tuple[Again, ...] = LEVELS if asked == "auto" else (("off" if asked == "norms" else asked),)
-    kinds = product(inputs_open(config, axes), grads_open(config, axes))
+    kinds = product(inputs_open(config, axes), grads_open(config, axes), weights_open(config, axes))
     ways = [_with(config, *on_host) for on_host in kinds]
     found = [placing(way, axes, room, hardware, dtype, level) for level in levels for way in ways]
 
-    def rank(one: Placing) -> tuple[bool, int, float]:
+    def rank(one: Placing) -> tuple[bool, bool, int, float]:
         more = (one.input_bytes > 0) + (one.grad_bytes > 0)
-        return (False, more, one.step_s) if one.fits else (True, 0, one.peak)
+        # Weights last: they come twice a microbatch, and a step of few tokens waits for them.
+        return (False, one.weight_bytes > 0, more, one.step_s) if one.fits else (True, False, 0, one.peak)
 
     return min(found, key=rank)
 
@@ -151,7 +153,7 @@ def inputs_open(config: TrainConfig, axes: tuple[int, int, int]) -> Sequence[boo
     """Whether inputs of layers may lie on the host."""
     asked = config.memory.activations
     wrong = list(activation_problems(config.pipeline, config.model))
-    if asked == "device" or wrong or not leaving_inputs(_with(config, True, False), axes):
+    if asked == "device" or wrong or not leaving_inputs(_with(config, True, False, False), axes):
         return (False,)
     return (True,) if asked == "host" else (False, True)
 
@@ -162,10 +164,19 @@ def grads_open(config: TrainConfig, axes: tuple[int, int, int]) -> Sequence[bool
     dense = sum(map(model.is_dense, range(model.num_layers)))
     alike = max(dense, model.num_layers - dense) > config.memory.buffers
     whole = alike and not (config.lora.rank or config.optim.frozen)
-    later = updates_in_next_forward(_with(config, False, True), prod(axes), config.parallel.pp)
+    later = updates_in_next_forward(_with(config, False, True, False), prod(axes), config.parallel.pp)
     if asked == "auto" and whole and later and config.optim.accumulate == 1:
         return (False, True)
     return (asked == "host",)
+
+
+def weights_open(config: TrainConfig, axes: tuple[int, int, int]) -> Sequence[bool]:
+    """Whether weights of experts may."""
+    if config.memory.weights != "auto":
+        return (config.memory.weights == "host",)
+    given = (config.memory, config.optim, config.placement, config.pipeline, config.model, config.lora)
+    wrong = list(expert_weight_problems(*given, config.moe.expert_bias, config.parallel.pp))
+    return (False,) if wrong or prod(axes) > 1 else (False, True)
 
 
 def placing(
@@ -202,7 +213,7 @@ def placing(
         step_s=times.step,
         grad_bytes=grads,
         copies_s=link.seconds(
-            leaves + grads + inputs * (1 if by_layers(config) else config.optim.accumulate)
+            leaves + grads + (inputs + 2 * weights) * (1 if by_layers(config) else config.optim.accumulate)
         ),
         exposed_s=times.exposed if leaves + inputs + grads + weights else 0.0,
         input_bytes=inputs,
