@@ -23,7 +23,8 @@ def first_order(backward: Backward) -> Backward:
 
     @wraps(backward)
     def checked(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        refuse_second_order(name)
+        if torch.is_grad_enabled():
+            refuse_second_order(name)
         return backward(ctx, *grads)
 
     return checked

@@ -50,7 +50,9 @@ class StepSplit:
 def union(spans: Iterable[Span]) -> list[Span]:
     """Sorted, disjoint spans that cover the same points; empty spans vanish."""
     merged: list[Span] = []
-    for start, stop in sorted(span for span in spans if span[1] > span[0]):
+    for start, stop in sorted(spans):
+        if stop <= start:
+            continue
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
@@ -82,7 +84,10 @@ def clip(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    return sum(stop - start for start, stop in spans)
+    total = 0.0
+    for start, stop in spans:
+        total += stop - start
+    return total
 
 
 def split_step(
@@ -95,12 +100,5 @@ def split_step(
     exposed = subtract(moving, computing)
     straggle = subtract(subtract(late, computing), moving)
     step = window[1] - window[0]
-    parts = length(computing) + length(exposed) + length(straggle)
-    return StepSplit(
-        step=step,
-        compute=length(computing),
-        exposed=length(exposed),
-        straggle=length(straggle),
-        idle=step - parts,
-        comm=length(moving),
-    )
+    spent = {"compute": length(computing), "exposed": length(exposed), "straggle": length(straggle)}
+    return StepSplit(step=step, **spent, idle=step - sum(spent.values()), comm=length(moving))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -170,12 +171,12 @@ class Experts(Unhooked):
     ) -> ExpertsSaved:
         """What backward needs, without y."""
         given = self.weights if shadows is None else self.unflatten(shadows)
-        weights: tuple[Weight, ...] = tuple(weight.to(x.dtype) for weight in given)
-        up, _, *biases = weights = (self.up, self.down, *weights) if self.frozen else weights
+        weights: list[Weight] = [weight.to(x.dtype) for weight in given]
+        up, _, *biases = weights = [self.up, self.down, *weights] if self.frozen else weights
         h = grouped_mm(x, up if isinstance(up, torch.Tensor) else up.numbers(x.dtype), counts)
         if biases:
             h += spread(biases[0], counts)
-        return ExpertsSaved(x=x, h=h, counts=counts, weights=weights)
+        return ExpertsSaved(x=x, h=h, counts=counts, weights=tuple(weights))
 
     def dgrad(self, dy: torch.Tensor, saved: ExpertsSaved) -> tuple[torch.Tensor, ExpertsPending]:
         up, down, *_ = saved.weights
@@ -190,7 +191,8 @@ class Experts(Unhooked):
     def wgrad(
         self, pending: Sequence[PendingWgrad], begun: Grads = (), wanted: Sequence[bool] | None = None
     ) -> Grads:
-        return tuple(self.wgrads.submit(self.weights, lambda: add_up(self.weights, pending, begun, wanted)))
+        weights = self.weights
+        return tuple(self.wgrads.submit(weights, partial(add_up, weights, pending, begun, wanted)))
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         assert not self.frozen, "experts in few bits are not lent"

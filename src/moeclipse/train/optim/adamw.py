@@ -191,7 +191,7 @@ class AdamW:
             chance = None
             if state.needs_chance:
                 chance = (self._stretches(bucket, state), key_of(self.seed, self.updates, "rounding"))
-            rounded = None if config.master == "none" else bucket.rounded
+            rounded = bucket.rounded if bucket.narrow and config.master != "none" else None
             if isinstance(state.weight, LowBits):
                 rounded = bucket.rounded if bucket.lent else bucket.weights(bucket.params.dtype)
             adam(state.weight, state.adam_m, state.adam_v, grad, factor, step, rounded, chance)

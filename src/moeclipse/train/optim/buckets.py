@@ -105,6 +105,8 @@ class Bucket:
             if lent is None
             else lent.visiting
         )
+        self.narrow = first.dtype != WIDE[first.dtype]
+        """Whether updates compute in a wider type."""
         # Not cleared: a step begins with `Buckets.zero`, and its first gradients are stored.
         dtype = summed_type(main_grad, first.dtype)
         size = 0 if self.frozen else self.bounds[-1]
@@ -164,7 +166,7 @@ class Bucket:
     @property
     def rounded(self) -> torch.Tensor | None:
         """Where an update may write the new weights, rounded; None: that is left to `store`."""
-        return None if self.params.dtype == WIDE[self.params.dtype] else self.params[self.shard]
+        return self.params[self.shard] if self.narrow else None
 
     def store(self, weight: torch.Tensor) -> None:
         """Round weights to the parameters' type, where these are not the same tensor."""

@@ -157,8 +157,7 @@ class ExpertBucket(Bucket):
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        narrow = self.params.dtype != WIDE[self.params.dtype]
-        return self.params[self.run] if narrow and self.run is not None else None
+        return self.params[self.run] if self.narrow and self.run is not None else None
 
     def store(self, weight: torch.Tensor) -> None:
         if self.run is not None:
