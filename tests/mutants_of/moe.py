@@ -79,11 +79,19 @@ MUTANTS = (
     ),
     Mutant(
         "moe/tune/shadow_choice.py",
-        "if self.automatic and (costs is None or not asks):",
-        "if self.automatic and costs is None:",
+        'if self.wanted == "auto" and policy is None and (costs is None or not asks):',
+        'if self.wanted == "auto" and policy is None and costs is None:',
         "moe/tune/test_shadow_choice.py::test_even_loads_are_left_in_peace_and_skew_is_seen_with_the_next_look",
         "every call asks for counts",
         "6 % of a step under even loads",
+    ),
+    Mutant(
+        "moe/tune/exchange_policy.py",
+        "decided.asks, may_serve, decided.policy)",
+        "decided.asks, may_serve, self.shadows.now)",
+        "moe/experts/test_lent_calls.py::test_a_call_that_is_computed_again_lends_the_same",
+        "what a single call lends is forgotten where it is computed again",
+        "activation checkpointing ends with saved tensors that do not fit",
     ),
     Mutant(
         "moe/exchange/dispatch.py",

@@ -69,6 +69,13 @@ class ShadowQuestion:
         after = time_of(split, self.placement, shadows, costs, node_P)
         return ShadowPlan(shadows=shadows, before=before, after=after, serving=True)
 
+    def lend_where_wanted(self, experts: Iterable[int]) -> ShadowPlan:
+        """These experts to all ranks that have rows for them."""
+        known = range(self.placement.num_experts)
+        return self.lend(
+            {e: np.flatnonzero(self.counts_PE[:, e]).tolist() if e in known else () for e in experts}
+        )
+
     def best(self) -> ShadowPlan:
         """What predicts least seconds: none, for a rank's own rows, or for those of others, too."""
         if self.costs is None:

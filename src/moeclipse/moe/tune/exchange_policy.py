@@ -30,7 +30,9 @@ import torch
 from moeclipse.balance.asking import AskingState
 from moeclipse.balance.shadow import ShadowPlan
 from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.balance.shadow_policy import ShadowPolicy
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
 from moeclipse.moe.exchange.dispatch_combine import Programs
@@ -62,6 +64,8 @@ class Decided:
     probe: Probe | None
     asks: bool
     """For counts, to choose shadows from."""
+    policy: ShadowPolicy | None = None
+    """Of one's own, for shadows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +181,15 @@ class ExchangeSchedule:
         if learns:
             self._measure(ids_TK, dispatcher, experts, mesh, where)
         watch = self.cuts.watch if decided is None else None
-        decided = decided or Decided(use=self.cuts.use, probe=self.probe, asks=self.shadows.asking.asks)
+        asks, policy = self.shadows.asking.asks, self.shadows.now
+        decided = decided or Decided(use=self.cuts.use, probe=self.probe, asks=asks, policy=policy)
         costs, mine, counts_PE, may_serve = None, None, NOBODY, False
-        if self.shadows.wanted != "off" or self.shadows.policy is not None:
+        self.shadows.plan = None
+        if self.shadows.wanted != "off" or decided.policy is not None:
+            if decided.policy is not None and getattr(experts.experts, "joint", False):
+                raise ConfigError("one module for all experts cannot lend one; give a module for each expert")
             costs, may_serve = self._shadow_costs(decided), serves(plain)
-            asked = (ids_TK, dispatcher, where, costs, decided.asks, may_serve)
+            asked = (ids_TK, dispatcher, where, costs, decided.asks, may_serve, decided.policy)
             mine, counts_PE = self.shadows.choose(*asked)
         guests = self.shadows.guests(dispatcher) if mine is not None else None
         shape = self.shape(shadows=mine is not None, use=decided.use, serving=guests is not None)

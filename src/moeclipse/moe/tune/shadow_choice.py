@@ -10,7 +10,10 @@ the next call asks is part of a checkpoint: a resumed run lends as the first one
 
 from __future__ import annotations
 
+import threading
 import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +33,8 @@ from moeclipse.moe.gate.routing import count_experts, pairs_and_rows
 from moeclipse.moe.tune.probe import Probe
 
 NOBODY = np.empty((0, 0))
+Lent = Mapping[int, Iterable[int]]
+"""Experts, and the ranks that get a copy."""
 
 
 class ShadowChoice:
@@ -38,6 +43,7 @@ class ShadowChoice:
     def __init__(self, config: MoEConfig, hosts: tuple[int, ...]) -> None:
         wanted = config.shadow if len(hosts) > 1 else "off"
         self.wanted = "off" if wanted == () else wanted
+        self.config = config
         self.hosts = hosts
         self.asking = Asking()
         """Whether the next call does, where shadows are chosen from costs."""
@@ -45,10 +51,31 @@ class ShadowChoice:
         """Of the last call; None where it did not ask."""
         self.policy: ShadowPolicy | None = None
         """Of one's own: asked in every call, in place of all others."""
+        self._here = threading.local()
+
+    @contextmanager
+    def lending(self, wanted: Iterable[int] | Lent | ShadowPolicy) -> Iterator[None]:
+        """Calls of this thread inside: what they lend, in place of everything else.
+
+        Experts, each to all ranks that have rows for it; experts with the ranks that get them; or a policy.
+        The same on all ranks, which compare their answers.
+        """
+        if self.config.schedule == "gathered":
+            raise ConfigError("moe.schedule = 'gathered' lends nothing: all tokens are on every rank")
+        before, self._here.policy = getattr(self._here, "policy", None), policy_of(wanted)
+        try:
+            yield
+        finally:
+            self._here.policy = before
+
+    @property
+    def now(self) -> ShadowPolicy | None:
+        """The policy of one's own that counts for a call of this thread."""
+        return getattr(self._here, "policy", None) or self.policy
 
     @property
     def automatic(self) -> bool:
-        return self.wanted == "auto" and self.policy is None
+        return self.wanted == "auto" and self.now is None
 
     def choose(
         self,
@@ -58,23 +85,21 @@ class ShadowChoice:
         costs: ShadowCosts | None,
         asks: bool,
         serves: bool = False,
+        policy: ShadowPolicy | None = None,
     ) -> tuple[RankShadows | None, np.ndarray]:
         """(what this rank shadows in this call, None where no rank does; pairs of each rank, if asked for).
 
         `costs`: None as long as nobody knows them. `serves`: whether shadows may compute rows of others.
+        `policy`: of one's own.
         """
         self.plan = None
-        if self.wanted == "off" and self.policy is None:
-            return None, NOBODY
-        if self.automatic and (costs is None or not asks):
+        if self.wanted == "auto" and policy is None and (costs is None or not asks):
             pass_over(dispatcher, where)
             return None, NOBODY
         counts_PE, rows_PE = self.counts_and_rows(ids_TK, dispatcher, where)
-        if self.policy is not None or isinstance(self.wanted, str):
+        if policy is not None or isinstance(self.wanted, str):
             question = self.question(counts_PE, rows_PE, dispatcher, costs, serves)
-            self.plan = (
-                question.best() if self.policy is None else self.own(self.policy, question, dispatcher, where)
-            )
+            self.plan = question.best() if policy is None else self.own(policy, question, dispatcher, where)
         else:
             self.plan = forced_shadows(counts_PE, dispatcher.placement, FREE, self.wanted)
         shadows = self.plan.shadows
@@ -149,6 +174,16 @@ class ShadowChoice:
             given = (plan.sizes.pairs_by_slot(), plan.dispatcher.placement, self.hosts, costs.far)
             loads = CallLoads.of(*given)
         self.asking.after_call(loads, costs, probe.look, serves)
+
+
+def policy_of(wanted: Iterable[int] | Lent | ShadowPolicy) -> ShadowPolicy:
+    if callable(wanted):
+        return wanted
+    if isinstance(wanted, Mapping):
+        ranks_of = {expert: tuple(ranks) for expert, ranks in wanted.items()}
+        return lambda call: call.lend(ranks_of)
+    experts = tuple(wanted)
+    return lambda call: call.lend_where_wanted(experts)
 
 
 def gather_counts(ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str) -> np.ndarray:
