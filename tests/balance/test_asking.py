@@ -144,6 +144,11 @@ def test_rests_grow_and_a_jump_ends_them() -> None:
     for _ in range(10):
         asking.after_answer(0.0, 1e-3)
     assert asking.rest == LONGEST_REST
+    assert not asking.surprised(np.array([10, 10])), "nothing is usual yet"
+    assert not asking.surprised(np.array([10, 11]))
+    assert asking.surprised(np.array([10, 30]))
+    assert not asking.surprised(np.array([10, 30])), "once"
+    assert not asking.surprised(np.array([0, 0]))
     other = Asking()
     other.load_state(asking.state())
     assert other.state() == asking.state(), "a resumed run goes on here"

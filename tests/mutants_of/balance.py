@@ -46,6 +46,14 @@ MUTANTS = (
         "where wires are slow nobody asks for shadows",
     ),
     Mutant(
+        "balance/asking.py",
+        "        return fullest > SURPRISE * usual",
+        "        return False",
+        "moe/exchange/test_surprises.py::test_it_lends_in_the_call_that_is_not_even",
+        "no call is planned anew, whatever its own sizes say",
+        "the first call of a burst waits for its hot expert",
+    ),
+    Mutant(
         "balance/regimes.py",
         "if heat >= like and steps > self.age]",
         "if steps > self.age]",

@@ -7,7 +7,8 @@ Idea. The exact answer needs an exchange of its own, and a search, in every call
 neither: it is read off the sizes that travel anyway (`most_gain`). So a layer asks where the call before
 could have gained more than asking takes; loads that are even, or whose shadows would cost what they save, are
 left in peace for LOOK calls. Where an answer gains less than asking takes, the layer rests for one call, then
-for two, four, ... Loads that jump (`balance/drift`) end every rest: what was seen before says nothing.
+for two, four, ... Loads that jump (`balance/drift`) end every rest: what was seen before says nothing. And a
+call whose own sizes are a surprise is planned anew: it asks itself, not the next one.
 
 Contract. Pure but for the three numbers of `Asking`, which follow from what all ranks know: all of them ask,
 or none.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -30,6 +31,8 @@ LONGEST_REST = 64
 """Calls between two answers that were not worth asking for."""
 LOOK = 8
 """Calls between two looks at the sizes that travelled, where nothing was to be gained."""
+SURPRISE = 1.1
+"""The fullest rank has so many times the rows that it had in the call before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,7 @@ class AskingState(TypedDict):
     asks: bool
     rest: int
     left: int
+    usual: NotRequired[float]
 
 
 class Asking:
@@ -106,6 +110,19 @@ class Asking:
         """Whether the next call does, where shadows are chosen from costs."""
         self.rest = self.left = 0
         """Calls that it rests after an answer that was not worth it; calls that are left until it looks."""
+        self.usual = np.inf
+        """Rows of the fullest rank in the last call, in means."""
+
+    def surprised(self, rows_P: np.ndarray) -> bool:
+        """Whether a call that has not asked is far less even than the one before."""
+        fullest = float(rows_P.max() / max(rows_P.mean(), 1e-300))
+        usual, self.usual = self.usual, fullest
+        return fullest > SURPRISE * usual
+
+    def wanted(self, loads: CallLoads, costs: ShadowCosts, look: float, serves: bool) -> bool:
+        """Whether asking could have won more than it takes."""
+        worth = look + costs.worthwhile(latency(loads.work, costs))
+        return most_gain(loads, costs, serves) > worth
 
     def after_answer(self, gain: float, look: float) -> None:
         """`look`: seconds that asking takes."""
@@ -123,8 +140,7 @@ class Asking:
         self.left = max(self.left - 1, 0)
         if loads is None:
             return
-        worth = look + costs.worthwhile(latency(loads.work, costs))
-        self.asks = most_gain(loads, costs, serves) > worth
+        self.asks = self.wanted(loads, costs, look, serves)
         if not self.asks:
             self.left = LOOK
 
@@ -134,7 +150,9 @@ class Asking:
 
     def state(self) -> AskingState:
         """What a resumed run needs to ask as this one does."""
-        return {"asks": self.asks, "rest": self.rest, "left": self.left}
+        found: AskingState = {"asks": self.asks, "rest": self.rest, "left": self.left}
+        return found if self.usual == np.inf else {**found, "usual": self.usual}
 
     def load_state(self, state: AskingState) -> None:
         self.asks, self.rest, self.left = state["asks"], state["rest"], state["left"]
+        self.usual = state.get("usual", np.inf)

@@ -187,9 +187,12 @@ class _Planned:
         """(part of a layer's seconds that is left with what is lent, copies); asked for as in training."""
         bed, asking = self.bed, self.asking
         if bed.apart == 1 and not asking.asks:
-            loads = self._call_loads(counts_PE) if asking.looks else None
-            asking.after_call(loads, lend_costs(bed.costs, bed.calls, bed.node_P), bed.look, bed.serves)
-            return 1.0, 0
+            loads = self._call_loads(counts_PE)
+            prices = lend_costs(bed.costs, bed.calls, bed.node_P)
+            anew = bed.serves and asking.surprised(loads.rows_P)
+            if not (anew and asking.wanted(loads, prices, bed.look, bed.serves)):
+                asking.after_call(loads if asking.looks else None, prices, bed.look, bed.serves)
+                return 1.0, 0
         lending = lent_now if bed.serves else lent
         expected: dict[str, Any] = {"expected_E": self.expected_E, "calls": bed.calls, "node_P": bed.node_P}
         loans = lending(self.placement, counts_PE, bed.costs, **expected)

@@ -36,7 +36,7 @@ from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
 from moeclipse.moe.exchange.gathered import visit_gathered
-from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
+from moeclipse.moe.exchange.plan import plan_call, shadows_of
 from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts, visit_local
@@ -433,12 +433,10 @@ class MoE(nn.Module):
         known = None if call is None else call.decided
         learns = self.training and known is None and running_backward() == NO_BACKWARD
         given = (routing, dispatcher, pairwise, self.mesh, where)
-        decision = policy.decide(*given, learns=learns, decided=known, plain=padded if whole else None)
-        on_device = on_device and plans_on_device(routing.scores_TK)
-        agreed = (decision, routing, dispatcher, policy.hosts, where)
-        plan, staying = plan_exchange(*agreed, loads=loads, on_device=on_device)
-        if learns:
-            policy.learn(decision, plan)
+        decide = partial(policy.decide, *given, plain=padded if whole else None)
+        on_device, agreed = on_device and plans_on_device(routing.scores_TK), (routing, dispatcher, where)
+        asked: dict[str, Any] = {"known": known, "learns": learns, "loads": loads, "on_device": on_device}
+        decision, plan, staying = plan_call(policy, decide, agreed, **asked)
         if call is not None:
             call.decided = decision.decided
         top_k = routing.expert_ids_TK.shape[1]

@@ -1,4 +1,4 @@
-"""What a single call lends, by name, by table or by a function: that call alone, and with the same gradients."""
+"""What a single call lends, by name, by table or by a function: that call alone, and gradients stay."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_one_call_lends_and_gradients_are_those_of_one_process(way: str) -> None
     outcomes = run_ranks(4, called, way, sizes)
     compare([found for found, _ in outcomes], reference, 1, 4)
     for _, (before, inside, after) in outcomes:
-        assert before is None and after is None, "the calls around it lend nothing"
+        assert (before, after) == (None, None), "the calls around it lend nothing"
         assert bool(inside) == (way != "nothing")
     assert len({repr(lent) for _, lent in outcomes}) == 1
 
@@ -87,7 +87,11 @@ def refused(mesh: Mesh, case: str) -> str:
     if case == "joint":
         more = {"experts": joint(lambda ids: Both()), "d_out": 12}
     moe = make(GateConfig(top_k=1), 4, 0, mesh, **more)
-    wanted: dict[str, Any] = {"no such expert": (0, 9), "no such rank": {0: (7,)}, "one for each": (mesh.rank,)}
+    wanted: dict[str, Any] = {
+        "no such expert": (0, 9),
+        "no such rank": {0: (7,)},
+        "one for each": (mesh.rank,),
+    }
     with pytest.raises(ConfigError) as caught, moe.schedule.shadows.lending(wanted.get(case, (0,))):
         gradients(moe, mesh, [3, 3])
     return str(caught.value)

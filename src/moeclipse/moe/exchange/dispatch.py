@@ -342,6 +342,11 @@ class Sizes:
             self.send_rows.append(send)
             self.receive_rows.append(receive)
 
+    def rows_by_rank(self) -> np.ndarray:
+        """That come to each rank, its own among them."""
+        first = self.slot_bounds[-1] * self.chunks
+        return np.array([row[first:] for row in self.table], dtype=np.int64).sum(0)
+
     def pairs_by_slot(self) -> np.ndarray:
         """Pairs of each rank for each slot of all ranks, [P, R]."""
         table, cut = np.array(self.table, dtype=np.int64), self.chunks

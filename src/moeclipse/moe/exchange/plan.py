@@ -8,7 +8,7 @@ sizes             travel, and with them known every rank has the same plan: here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,10 +22,36 @@ from moeclipse.moe.experts.served import Guests, ServedExperts
 from moeclipse.moe.experts.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.tokens import Loads, Piggyback
-from moeclipse.moe.tune.exchange_policy import Decision
+from moeclipse.moe.tune.exchange_policy import Decided, Decision, ExchangeSchedule
 from moeclipse.moe.tune.shadow_choice import gather_counts
 from moeclipse.ops.sending import chunk_of
 from moeclipse.schedule.shape import ExchangeShape
+
+
+def plan_call(
+    policy: ExchangeSchedule,
+    decide: Callable[..., Decision],
+    agreed: tuple[Routing, Dispatcher, str],
+    *,
+    known: Decided | None,
+    learns: bool,
+    loads: Loads | None,
+    on_device: bool,
+) -> tuple[Decision, DispatchPlan, torch.Tensor]:
+    """A decision and its plan; where sizes are a surprise, both once more, with the counts of all ranks."""
+    routing, dispatcher, where = agreed
+    given = (routing, dispatcher, policy.hosts, where)
+    decision = decide(learns=learns, decided=known)
+    plan, staying = plan_exchange(decision, *given, loads=loads, on_device=on_device)
+    anew = policy.surprised(decision, plan) if learns else None
+    if anew is not None:
+        if loads is not None and loads.message is not None:
+            loads.message.mine = None  # it has been sent
+        decision = decide(learns=False, decided=anew)
+        plan, staying = plan_exchange(decision, *given, loads=loads, on_device=on_device)
+    if learns:
+        policy.learn(decision, plan)
+    return decision, plan, staying
 
 
 def plan_exchange(

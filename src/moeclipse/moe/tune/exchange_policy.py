@@ -20,7 +20,7 @@ what all ranks know, so all decide alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NotRequired
 
@@ -205,6 +205,19 @@ class ExchangeSchedule:
             serves=may_serve,
             watch=watch,
         )
+
+    def surprised(self, decision: Decision, plan: DispatchPlan) -> Decided | None:
+        """After sizes have travelled: what is decided for a call that should have asked; None for most.
+
+        Not where calls are cut into pieces, nor where launches are compared with a program.
+        """
+        given, costs = decision.decided, decision.costs
+        if not decision.serves or costs is None or given.probe is None or not self.shadows.automatic:
+            return None
+        if plan.dispatcher.lane.recorder.ledger is not None:
+            return None
+        asks = self.shadows.surprised(plan, costs, given.probe)
+        return replace(given, asks=True) if asks else None
 
     def learn(self, decision: Decision, plan: DispatchPlan) -> None:
         """After sizes have travelled: how many rows this rank computes, and whether to ask for shadows."""

@@ -164,15 +164,22 @@ class ShadowChoice:
         table = np.array(gather_to_host(dispatcher.lane, dispatcher.group, mine, label_of(where)).get())
         return table[:, 0], table[:, 1]
 
+    def surprised(self, plan: DispatchPlan, costs: ShadowCosts, probe: Probe) -> bool:
+        """Whether a call that has not asked should have, by its own sizes."""
+        if self.plan is not None or not self.asking.surprised(plan.sizes.rows_by_rank()):
+            return False
+        return self.asking.wanted(self._loads(plan, costs), costs, probe.look, serves=True)
+
+    def _loads(self, plan: DispatchPlan, costs: ShadowCosts) -> CallLoads:
+        given = (plan.sizes.pairs_by_slot(), plan.dispatcher.placement, self.hosts, costs.far)
+        return CallLoads.of(*given)
+
     def learn(self, plan: DispatchPlan, costs: ShadowCosts, probe: Probe, serves: bool = False) -> None:
         """After a call whose rows travelled like this: does the next one ask?"""
         if self.plan is not None:  # it has asked
             self.asking.after_answer(self.plan.gain, probe.look)
             return
-        loads = None
-        if self.asking.looks:
-            given = (plan.sizes.pairs_by_slot(), plan.dispatcher.placement, self.hosts, costs.far)
-            loads = CallLoads.of(*given)
+        loads = self._loads(plan, costs) if self.asking.looks else None
         self.asking.after_call(loads, costs, probe.look, serves)
 
 
