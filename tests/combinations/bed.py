@@ -15,10 +15,10 @@ import torch
 from factors import Case, Setting
 from plans import FREE
 
+from moeclipse.balance import asking
 from moeclipse.comm.group import number_hosts
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe import layer
-from moeclipse.moe.tune import shadow_choice
 from moeclipse.moe.tune.probe import Probe
 from moeclipse.ops.sending import MOST_CHOICES
 from moeclipse.testing.compare import difference
@@ -83,7 +83,7 @@ def trained(
     learner = Learner(config, mesh)
     gradients = watch_gradients(learner)
     if config.moe.shadow == "auto":
-        shadow_choice.LOOK = 0  # there are few calls
+        asking.LOOK = 0  # there are few calls
         for moe in learner.layers:
             moe.schedule.probe = SLOW_EXPERTS
     learner.placement.costs = FREE  # planners move whatever makes ranks more even
@@ -99,7 +99,7 @@ def trained(
         steps.append([gradients[-1], state, numbers, record["load"]])
         plans = [moe.schedule.shadow_plan for moe in learner.layers]
         lent += sum(len(plan.shadows) for plan in plans if plan is not None)
-        rests = [moe.schedule.shadows.rest > 0 for moe in learner.layers]  # they have asked in vain
+        rests = [moe.schedule.shadows.asking.rest > 0 for moe in learner.layers]  # they have asked in vain
         asked += sum(rests) + sum(plan is not None for plan in plans)
     saved = str(learner.save(Path(save_to), span[1])) if save_to else ""
     happened = {"lent": lent, "asked": asked, "plans": learner.placement.plans_taken}
