@@ -66,7 +66,11 @@ def test_keys_of_the_configuration_are_flags(tmp_path: Path, capsys: pytest.Capt
     assert load(out).lora.targets == ("q", "v")
     narrow = ["--lora.rank", "16", "--model.base", "nf4", "--model.dense-base", "nf4"]
     assert main([*common, *narrow]) == 0
+    away = [*narrow, "--memory.weights", "host", "--pipeline.recompute", "full"]
+    assert main([*common, *away]) == 0
     capsys.readouterr()
+    assert main([*common, *away, "--gpus", "2"]) == 2
+    assert "memory.weights = 'host' needs one GPU, not 2" in capsys.readouterr().err
     assert main([*common, "--lora.ranks", "16"]) == 2
     assert "--lora.ranks: unknown flag; did you mean --lora.rank?" in capsys.readouterr().err
 

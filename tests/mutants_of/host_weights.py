@@ -61,4 +61,12 @@ MUTANTS = (
         "the ring that weights visit is not counted",
         "what is said to fit does not",
     ),
+    Mutant(
+        "plan/step.py",
+        "        way += self.weight_way * self.model.moe_layers[layer]\n",
+        "",
+        "train/predict/test_plan_config.py::test_weights_on_the_host_are_counted_and_priced_as_simulated",
+        "experts come for nothing",
+        "a plan of few tokens takes a fifth of its step",
+    ),
 )

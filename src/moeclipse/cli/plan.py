@@ -174,6 +174,8 @@ def request_of(options: PlanOptions, config: TrainConfig, cluster: Cluster) -> R
         batch = config.data.batch_size
     else:
         batch = batch_for(usual_tokens(options.gpus), sequence, options.gpus)
+    if config.memory.weights == "host" and options.gpus > 1:
+        raise ConfigError(f"memory.weights = 'host' needs one GPU, not {options.gpus}; leave it out")
     terms = Terms(
         model=sizes_of_run(config),
         cluster=cluster,
@@ -229,8 +231,8 @@ def reading(request: Request, plans: tuple[Plan, ...]) -> list[str]:
     ]
     if any(plan.host_bytes for plan in plans):
         lines.append(
-            "host: part of state, or inputs of layers, that lies in the host's memory, where each rank is "
-            f"taken to have {request.terms.place.host_room / GIB:.0f} GiB of it (--memory.host-gb)"
+            "host: part of state, inputs of layers, or experts, that lies in the host's memory, where each "
+            f"rank is taken to have {request.terms.place.host_room / GIB:.0f} GiB of it (--memory.host-gb)"
         )
     near = sum(plan.time.seconds <= (1 + MEDIAN_ERROR) * best.time.seconds for plan in plans)
     if near > 1:

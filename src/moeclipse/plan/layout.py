@@ -33,6 +33,8 @@ class Layout:
     """Part of the optimizer's state that lies in the host's memory."""
     inputs: bool = False
     """Inputs of layers, which are all recomputed whole, lie there between forward and backward."""
+    weights: bool = False
+    """Weights of experts do, and visit the device for both."""
 
     @property
     def num_ranks(self) -> int:
@@ -58,6 +60,7 @@ class Layout:
         stages += f" of {self.budget}" if self.budget else ""
         away = f", host {self.host:.0%}" if self.host else ""
         away += ", inputs on the host" if self.inputs else ""
+        away += ", experts on the host" if self.weights else ""
         each = f"{self.microbatches} x {self.samples}"
         return f"{axes}{name}{stages}, {each}, recompute {self.recompute}{away}"
 

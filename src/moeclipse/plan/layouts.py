@@ -3,7 +3,7 @@
     axes        divisors of the GPUs: pp x dp x ep x tp, tp inside a node, experts shared evenly
     choices     sequences of a microbatch, schedule, stages per rank, recompute, overlap; of zb-m as many
                 microbatches as there is room for; state on the host, as much as must leave the device, and
-                where nothing fits without, inputs of layers
+                where nothing fits without, inputs of layers, and weights of experts on one GPU
     dropped     by bytes, by what schedules need, and by whatever rules the caller has
     ranked      by a bound: the busiest rank's work, the bubble by its formula, the end of the step
     simulated   the best few dozen, with their stages cut evenly and their bytes counted action by action
@@ -125,7 +125,7 @@ def samples_of(sequence: int) -> tuple[int, ...]:
 
 
 def schedules_of(layout: Layout, num_layers: int, *, by_layer: bool = False) -> Iterator[Layout]:
-    """`by_layer`: whether one rank updates a layer as soon as its gradients are there."""
+    """`by_layer`: one rank updates a layer as soon as its gradients are there, or its experts may travel."""
     if layout.pp == 1:
         yield layout
         if by_layer and layout.num_ranks == 1 and layout.microbatches > 1:
@@ -156,11 +156,14 @@ def candidates_of(request: Request) -> Iterator[Candidate]:
     for layout in layouts_of(request):
         fit: list[Candidate] = []
         least: Candidate | None = None
-        for again, inputs in ladder_of(request, layout):
-            if inputs and fit and request.terms.place.inputs == "auto":
+        place = request.terms.place
+        for again, inputs, weights in ladder_of(request, layout):
+            asked = (inputs and place.inputs == "auto") or (weights and place.weights == "auto")
+            if fit and asked:
                 break
-            each = replace(layout, recompute=again, inputs=inputs)
-            key = (each.tp, each.ep, each.samples, again, inputs, each.overlap)
+            each = replace(layout, recompute=again, inputs=inputs, weights=weights)
+            once = weights and each.schedule == "layers" and each.microbatches
+            key = (each.tp, each.ep, each.samples, again, inputs, weights, once, each.overlap)
             if key not in known:
                 known[key] = Step(request.terms, each)
                 known[key].layers  # noqa: B018 (priced once)
@@ -178,32 +181,35 @@ def candidates_of(request: Request) -> Iterator[Candidate]:
 
 
 def layouts_of(request: Request) -> Iterator[Layout]:
+    place = request.terms.place
+    one_by_one = place.by_layer or place.weights != "device"
     for axes in axes_of(request):
-        yield from schedules_of(axes, request.terms.model.num_layers, by_layer=request.terms.place.by_layer)
+        yield from schedules_of(axes, request.terms.model.num_layers, by_layer=one_by_one)
 
 
-def ladder_of(request: Request, layout: Layout) -> list[tuple[Again, bool]]:
-    """What is recomputed, and whether inputs of layers lie on the host.
+def ladder_of(request: Request, layout: Layout) -> list[tuple[Again, bool, bool]]:
+    """What is recomputed, and whether inputs of layers, and weights of experts, lie on the host.
 
     Layer by layer what layers keep of all microbatches is there at once.
     """
-    asked, num_layers = request.terms.place.inputs, request.terms.model.num_layers
-    found: list[tuple[Again, bool]] = []
-    if asked != "host" and layout.schedule == "layers":
-        found.append(("full", False))
-    elif asked != "host":
-        found.extend((again, False) for again in LADDER)
+    place, num_layers = request.terms.place, request.terms.model.num_layers
+    asked, levels = place.inputs, ("full",) if layout.schedule == "layers" else LADDER
+    inputs: list[tuple[Again, bool]] = [(again, False) for again in levels] if asked != "host" else []
     if asked != "device" and num_layers > 2 and layout.schedule in WEIGHTS_AT_ONCE:
-        found.append(("full", True))
+        inputs.append(("full", True))
+    found = [(*one, False) for one in inputs] if place.weights != "host" else []
+    if place.weights != "device" and layout.num_ranks == 1 and layout.overlap == "off":
+        found += [(again, leave, True) for again, leave in inputs if again == "full"]
     return found
 
 
 def fits(request: Request) -> bool:
     """Whether any layout does, by the rough count."""
     return any(
-        roughly(request, replace(layout, recompute=again, inputs=inputs)).peak <= request.room(layout)
+        roughly(request, replace(layout, recompute=again, inputs=inputs, weights=weights)).peak
+        <= request.room(layout)
         for layout in layouts_of(request)
-        for again, inputs in ladder_of(request, layout)
+        for again, inputs, weights in ladder_of(request, layout)
     )
 
 
@@ -251,8 +257,8 @@ def plan_of(request: Request, layout: Layout, stages: Sequence[int] | None = Non
         less = replace(layout, budget=max(int(layout.budget * (1 - over / room)), 1))
         step = Step(request.terms, less, step.stages)
         found = counted(request, step)
-    place, (peaks, owned, inputs) = request.terms.place, zip(*found, strict=True)
-    share = place.share(peaks, owned, request.ring(layout), room, max(inputs)) or 0.0
+    place, (peaks, owned, beside) = request.terms.place, zip(*found, strict=True)
+    share = place.share(peaks, owned, request.ring(layout), room, max(beside)) or 0.0
     if share != layout.host:
         step = Step(request.terms, replace(step.layout, host=share), step.stages)
     return Plan(
@@ -261,7 +267,7 @@ def plan_of(request: Request, layout: Layout, stages: Sequence[int] | None = Non
         time=step.time(),
         bytes_of=on_device(request, step.layout, found),
         room=room,
-        host_bytes=max(share * place.each * mine + more for mine, more in zip(owned, inputs, strict=True)),
+        host_bytes=max(share * place.each * mine + more for mine, more in zip(owned, beside, strict=True)),
     )
 
 

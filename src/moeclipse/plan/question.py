@@ -71,8 +71,8 @@ class Plan:
         if self.host_bytes <= room:
             return ""
         return (
-            f"state and inputs of layers take {self.host_bytes / 1e9:.3g} GB of the host's memory, of which "
-            f"a rank has {room / 1e9:.3g} (memory.host_gb)"
+            f"state, inputs of layers and experts take {self.host_bytes / 1e9:.3g} GB of the host's memory, "
+            f"of which a rank has {room / 1e9:.3g} (memory.host_gb)"
         )
 
 

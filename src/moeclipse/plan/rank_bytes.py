@@ -52,6 +52,9 @@ def roughly(request: Request, layout: Layout) -> Rough:
     if layout.inputs:
         away = kept * in_flight(layout) * max(1 - (2 if layout.pp == 1 else 1) / layers, 0.0)
         peak += input_buffers(request, layout) - away
+    if layout.weights:
+        on_host, spared = place.away(model)
+        peak, away = peak - spared, away + on_host
     share = place.share((peak,), (owned,), request.ring(layout), room, away)
     if share is None:  # all of it, where the host has room
         share = 1.0 if place.state and place.each * owned + away <= place.host_room else 0.0
@@ -123,8 +126,8 @@ class Counted(NamedTuple):
     """Bytes of its device with all of its state ..."""
     owned: float
     """... parameters of that ..."""
-    inputs: float
-    """... and bytes of the host, of inputs of layers."""
+    beside: float
+    """... and bytes of the host, of inputs of layers and weights of experts."""
 
 
 def counted(request: Request, step: Step) -> list[Counted]:
@@ -142,6 +145,7 @@ def counted(request: Request, step: Step) -> list[Counted]:
     kept = [sum(sizes[kinds_of[i]] for i in layers if i in stays) for layers in held]
     away = [sum(sizes[kinds_of[i]] for i in layers if i not in stays) for layers in held]
     buffers = input_buffers(request, layout) if layout.inputs else 0.0
+    weights, spared = request.terms.place.away(model) if layout.weights else (0.0, 0.0)
     whole = layout.schedule == "layers"
     program = step.program(layout.microbatches if whole else min(layout.microbatches, 3 * layout.pp))
     placement = program.pipeline().placement
@@ -153,7 +157,8 @@ def counted(request: Request, step: Step) -> list[Counted]:
         parts = held_of_stages(model, sharing, held, mine)
         rest = beside(model, sharing, tokens, width, program=runs_program(layout), head=len(held) - 1 in mine)
         state = sum(request.terms.state.of(model, part) for part in parts)
-        found.append(Counted(most + buffers + rest + state, sum(part.owned for part in parts), inputs))
+        here, owned = most + buffers + rest + state - spared, sum(part.owned for part in parts)
+        found.append(Counted(here, owned, inputs + weights))
     return found
 
 

@@ -6,7 +6,8 @@
              updates begin; the rest goes by while updates run, and on one rank while that does in which they
              stand: backward with updates by layers (`optim.clip`), else the next step's forward
 
-Inputs of layers may lie there, too: of a rank all but those of the model's first and last layer.
+Inputs of layers may lie there, too: of a rank all but those of the model's first and last layer; and of one
+rank weights of experts, all but those of the ring's layers twice a microbatch.
 
 `train/predict/host_share` simulates the program of a run op by op: tests hold the two together.
 """
@@ -25,7 +26,7 @@ from moeclipse.schedule.state_travel import room_of
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlace:
-    """Where moments and master weights may lie, and inputs of layers."""
+    """Where moments and master weights may lie, inputs of layers and weights of experts."""
 
     host_room: float = 0.0
     """Bytes of the host's memory that a rank may take."""
@@ -41,10 +42,19 @@ class StatePlace:
     """On one rank a layer is updated as soon as its gradients are there."""
     inputs: Literal["device", "auto", "host"] = "device"
     """Where inputs of layers may lie; auto: on the host where nothing fits without."""
+    weights: Literal["device", "auto", "host"] = "device"
+    """Where weights of experts may; auto: on the host where nothing fits without these, too."""
+    weight_bytes: float = 0.0
+    """Of one layer with experts."""
 
     def ring(self, model: ModelSizes, ranks: int) -> float:
         """Bytes, on each of the ranks that share a layer."""
         return self.each / ranks * ring_parameters(model, self.buffers)
+
+    def away(self, model: ModelSizes) -> tuple[float, float]:
+        """Where weights are on the host: (bytes of them, of these what a device is spared for the ring)."""
+        layers = sum(model.moe_layers)
+        return layers * self.weight_bytes, max(layers - self.buffers, 0) * self.weight_bytes
 
     def share(
         self,

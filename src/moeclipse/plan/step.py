@@ -6,7 +6,7 @@
     schedule   the actions as the schedule orders them, on the simulator, at two numbers of microbatches
     end        gradients summed, weights updated and gathered
     copies     state that lies on the host travels to each update and back (`plan/state_place`); of inputs of
-               layers there: no layer is shorter than the way of its own
+               layers and experts there: no layer is shorter than the way of its own
 
 What a program of a whole step would show layer by layer is inside the prices: a plan takes milliseconds.
 Stages whose host cannot launch as fast as the device computes take the host's time.
@@ -153,7 +153,7 @@ class Step:
             key = (moe, self.model.window_of(layer), self.model.training(layer))
             if key not in known:
                 known[key] = self._host(self._moe(layer) if moe else self._dense(layer))
-            found.append(self._with_input(known[key], layer))
+            found.append(self._with_copies(known[key], layer))
         return tuple(found)
 
     @cached_property
@@ -161,14 +161,28 @@ class Step:
         """Seconds of a layer's input, each way."""
         return self.cluster.host.seconds(self.terms.input_bytes(self.layout)) if self.layout.inputs else 0.0
 
-    @property
-    def input_ways(self) -> float:
-        """Of all layers of one microbatch."""
-        return self.input_way * max(self.model.num_layers - 2, 0)
+    @cached_property
+    def weight_way(self) -> float:
+        """Seconds of a layer's experts, each way of a microbatch; those in the ring at the ends stay."""
+        layout, place = self.layout, self.terms.place
+        if not layout.weights:
+            return 0.0
+        on_host, travel = place.away(self.model)
+        once = layout.microbatches if layout.schedule == "layers" else 1
+        return self.cluster.host.seconds(place.weight_bytes) * travel / on_host / once
 
-    def _with_input(self, prices: Prices, layer: int) -> Prices:
-        """No faster than its input leaves, or comes back; in a pair one does while the other does."""
+    @property
+    def ways(self) -> float:
+        """Of inputs and weights of all layers, each way of one microbatch."""
+        return self.input_way * max(self.model.num_layers - 2, 0) + self.weight_way * sum(
+            self.model.moe_layers
+        )
+
+    def _with_copies(self, prices: Prices, layer: int) -> Prices:
+        """No faster than its input leaves, or comes back, and its experts come; in a pair one does while the
+        other does."""
         way = self.input_way * (0 < layer < self.model.num_layers - 1)
+        way += self.weight_way * self.model.moe_layers[layer]
         longest = (max(seconds, way) for seconds in (prices.F, prices.B, prices.pair))
         return replace(prices, **dict(zip(("F", "B", "pair"), longest, strict=True)))
 
@@ -363,16 +377,16 @@ class Step:
             way, update = (sum(each) for each in zip(*seconds, strict=True))
         else:
             way, update = (layout.stages_per_rank * each for each in max(seconds))
-        rest -= layout.microbatches * self.input_ways / layout.pp  # the wire is theirs meanwhile
+        rest -= layout.microbatches * self.ways / layout.pp  # the wire is theirs meanwhile
         ring = self.cluster.host.seconds(place.ring(self.model, layout.num_ranks // layout.pp))
         return max(place.left(way, ring, update + self.window(layout)), way - rest)
 
     def window(self, layout: Layout) -> float:
         """Seconds of other work that updates stand in: of one rank the last backward (layer by layer all of
-        it); where one norm clips all, the next step's first forward. Less what inputs take of the wire."""
+        it); where one norm clips all, the next step's first forward. Less what else takes of the wire."""
         if layout.num_ranks > 1:
             return 0.0
         if not self.terms.place.by_layer:
-            return sum(prices.F for prices in self.layers) - self.input_ways
+            return sum(prices.F for prices in self.layers) - self.ways
         times = layout.microbatches if layout.schedule == "layers" else 1
-        return times * (sum(prices.B for prices in self.layers) - self.input_ways)
+        return times * (sum(prices.B for prices in self.layers) - self.ways)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from moeclipse.plan.question import Plan, Request
 from moeclipse.plan.step import Terms
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.predict.host_share import host_link, placing
-from moeclipse.train.predict.model_sizes import sizes_of
+from moeclipse.train.predict.model_sizes import sizes_of, sizes_of_run
 from moeclipse.train.predict.plan_config import (
     batch_for,
     config_for,
@@ -272,7 +273,7 @@ def test_inputs_leave_where_no_layout_fits_without() -> None:
     config = with_values(config_for("qwen3-30b-a3b"), {**ONE_GPU, "optim.master": "low-bits"})
 
     def plans(gb: float, **changes: object) -> tuple[Plan, ...]:
-        keys = {f"memory.{key}": value for key, value in changes.items()}
+        keys = {f"memory.{key}": value for key, value in {"weights": "device", **changes}.items()}
         return search(replace(asked(with_values(config, keys), 1, 32), most_bytes=1e9 * gb)).plans
 
     found = plans(90)
@@ -286,6 +287,81 @@ def test_inputs_leave_where_no_layout_fits_without() -> None:
     assert any(not plan.layout.inputs for plan in better), "none leave where they need not"
     assert all(plan.layout.inputs for plan in plans(133, activations="host"))
     assert not plans(90, host_gb=125), "150 GB are needed"
+
+
+ADAPTED = {"optim.clip": "global", "lora.rank": 16}
+
+
+@pytest.mark.parametrize(
+    ("how", "batch", "microbatches", "layers"),
+    [
+        (ADAPTED, 16, 1, False),
+        (ADAPTED, 2, 1, False),
+        (ADAPTED, 16, 4, True),
+        *(
+            pytest.param(*way, marks=pytest.mark.full)
+            for way in (
+                ({**ADAPTED, "model.base": "nf4"}, 2, 1, False),
+                (ADAPTED, 16, 4, False),
+                ({"optim.master": "none"}, 16, 1, False),
+                ({"optim.master": "none"}, 4, 1, False),
+                ({"optim.master": "none"}, 32, 4, True),
+            )
+        ),
+    ],
+)
+def test_weights_on_the_host_are_counted_and_priced_as_simulated(
+    how: dict[str, Any], batch: int, microbatches: int, layers: bool
+) -> None:
+    changes = {
+        "data.seq_len": 4096,
+        "data.batch_size": batch,
+        "optim.accumulate": microbatches,
+        "pipeline.schedule": "layers" if layers else "auto",
+        "pipeline.recompute": "full",
+        "memory.weights": "host",
+        "memory.activations": "device",
+    }
+    changes |= {"memory.place": "host", "memory.share": 0.5} if "optim.master" in how else {}
+    config = with_values(config_for("qwen3-30b-a3b"), {**ONE_GPU, **how, **changes})
+    request = asked(config, 1, batch)
+    machine = replace(request.terms.cluster, host_memory=1e12)
+    given = {"cluster": machine, "place": place_of(config, machine), "model": sizes_of_run(config)}
+    way = {"schedule": "layers", "stages_per_rank": 48} if layers else {}
+    layout = Layout(
+        microbatches=microbatches, samples=batch // microbatches, recompute="full", weights=True, **way
+    )
+    plan = plan_of(replace(request, terms=replace(request.terms, **given)), layout)
+    simulated = placing(
+        config, (1, 1, 1), plan.room, device("h200"), torch.bfloat16, "full", plan.layout.host
+    )
+    assert plan.time.seconds == pytest.approx(simulated.step_s, rel=0.1)
+    assert plan.peak == pytest.approx(simulated.peak, rel=0.03)
+    assert plan.host_bytes == pytest.approx(simulated.host_bytes + simulated.weight_bytes, rel=0.01)
+    assert planned_config(config, plan, batch, 4096).memory.weights == "host"
+
+
+def test_experts_leave_where_no_layout_of_one_gpu_fits_without() -> None:
+    config = with_values(config_for("qwen3-30b-a3b"), {**ONE_GPU, **ADAPTED})
+
+    def plans(gb: float, gpus: int = 1, **changes: object) -> tuple[Plan, ...]:
+        keys = {f"memory.{key}": value for key, value in changes.items()}
+        request = replace(asked(with_values(config, keys), gpus, 16), most_bytes=1e9 * gb)
+        return search(replace(request, terms=replace(request.terms, model=sizes_of_run(config)))).plans
+
+    found = plans(30)
+    assert found
+    assert all(plan.layout.weights and plan.layout.recompute == "full" for plan in found)
+    assert "experts on the host" in found[0].layout.title
+    assert max(plan.peak for plan in found) < 30e9
+    assert found[0].layout.schedule == "layers", "microbatches one by one bring all of it anew"
+    taken = planned_config(config, found[0], 16, 4096)
+    assert not list(problems_of(taken))
+    assert not plans(30, weights="device")
+    assert not plans(30, host_gb=50), "58 GB are needed"
+    assert not any(plan.layout.weights for plan in plans(120))
+    assert all(plan.layout.weights for plan in plans(120, weights="host"))
+    assert not any(plan.layout.weights for plan in plans(60, gpus=2))
 
 
 def test_what_would_let_one_gpu_take_it_is_told_with_what_it_comes_to() -> None:
@@ -318,16 +394,6 @@ def test_rules_of_the_configuration_keep_state_on_the_device() -> None:
 def test_gradients_on_the_host_are_not_planned() -> None:
     away = {"memory.main_grad": Sourced("host", "--memory.main-grad")}
     with pytest.raises(ConfigError, match="cannot be planned: the way of gradients is counted by"):
-        config_for("qwen3-30b-a3b", away)
-
-
-def test_weights_on_the_host_are_not_planned() -> None:
-    away = {
-        "memory.weights": Sourced("host", "--memory.weights"),
-        "pipeline.recompute": Sourced("full", "--pipeline.recompute"),
-        "lora.rank": Sourced(4, "--lora.rank"),
-    }
-    with pytest.raises(ConfigError, match="cannot be planned: the way of weights is counted by"):
         config_for("qwen3-30b-a3b", away)
 
 

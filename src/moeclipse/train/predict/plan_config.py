@@ -17,7 +17,7 @@ from moeclipse.plan.layouts import fits, search
 from moeclipse.plan.question import Nearest, Plan, Request
 from moeclipse.plan.state_place import StatePlace
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.optim.memory_config import travel_problems
+from moeclipse.train.optim.memory_config import expert_weight_problems, travel_problems
 from moeclipse.train.predict.shapes import SHAPES, shape_values
 from moeclipse.train.presets import merge, preset_names
 
@@ -53,11 +53,6 @@ def config_for(
     if config.memory.main_grad == "host":
         raise ConfigError(
             "memory.main_grad = 'host' cannot be planned: the way of gradients is counted by "
-            "`moeclipse simulate` alone; leave it out"
-        )
-    if config.memory.weights == "host":
-        raise ConfigError(
-            "memory.weights = 'host' cannot be planned: the way of weights is counted by "
             "`moeclipse simulate` alone; leave it out"
         )
     if on_cpu:
@@ -115,12 +110,18 @@ def place_of(config: TrainConfig, cluster: Cluster) -> StatePlace:
     import torch
 
     from moeclipse.train.predict.state_bytes import each_element
+    from moeclipse.train.predict.step_program import estimated_weights
 
     memory = config.memory
     travels = replace(memory, place="host")
     open_to = not list(travel_problems(travels, config.optim, config.placement, config.parallel.pp))
     room = min(1e9 * memory.host_gb or cluster.host_memory, cluster.host_memory)
     held = torch.float32 if cluster.device.name == "cpu" else torch.bfloat16
+    alone = replace(config.pipeline, recompute="full", recompute_layers="all", overlap="off", schedule="auto")
+    given = (memory, config.optim, config.placement, alone, config.model, config.lora)
+    open_to_weights = not list(expert_weight_problems(*given, config.moe.expert_bias, 1))
+    sent = with_values(config, {"memory.weights": "host"})
+    sizes = [size for size, _ in estimated_weights(sent, float(held.itemsize)).values()]
     return StatePlace(
         host_room=room,
         state=open_to,
@@ -129,6 +130,8 @@ def place_of(config: TrainConfig, cluster: Cluster) -> StatePlace:
         buffers=memory.buffers,
         by_layer=config.optim.clip == "layer",
         inputs=memory.activations,
+        weights=memory.weights if open_to_weights else "device",
+        weight_bytes=max(sizes, default=0.0),
     )
 
 
@@ -169,6 +172,8 @@ def values_of(plan: Plan, batch: int, sequence: int) -> dict[str, object]:
     }
     if layout.inputs:
         values["memory.activations"] = "host"
+    if layout.weights:
+        values["memory.weights"] = "host"
     return values
 
 
