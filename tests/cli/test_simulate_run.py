@@ -170,7 +170,7 @@ def test_a_memory_limit_holds_for_a_run(capsys: pytest.CaptureFixture[str], file
     ):
         main([*common, "1"])
     inputs = RUN.replace('recompute = "mlp"', 'recompute = "full"').replace('"dualpipev"', '"1f1b"')
-    file.write_text(inputs)
+    file.write_text(inputs.replace("[1, 1, 1, 3]", "[2, 4]"))
     with pytest.raises(ScheduleError, match=r"; with memory.activations = 'host' [\d.]+ GiB, in [\d.]+ s$"):
         main([*common, "0.1"])
     file.write_text(RUN)

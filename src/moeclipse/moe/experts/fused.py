@@ -61,6 +61,7 @@ def visit_all(
     given = (in_type(weight, x_TD.dtype) for weight in experts.operands)
     named: dict[str, Any] = dict(zip(experts.operand_names, given, strict=True))
     weights = [named.get(name) for name in (*WEIGHTS, *BIASES)]
+    nowhere: Sums = {}  # a literal: torch's compiler cannot look into `Sums()`
     return grouped_experts(
         x_TD,
         scores_TK,
@@ -70,7 +71,7 @@ def visit_all(
         adapters=[named.get(name) for name in ADAPTERS],
         scale=experts.scale,
         output=output,
-        **(sums_of(experts) if sums else Sums()),
+        **(sums_of(experts) if sums else nowhere),
     )
 
 
