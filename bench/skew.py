@@ -1,6 +1,7 @@
 """What uneven gates cost, and what helps: eight workloads, simulated for many ranks.
 
     .venv/bin/python bench/skew.py [--ranks 64] [--nodes 1] [--experts 128] [--slots 3] [--steps 120]
+    .venv/bin/python bench/skew.py --cables             four ranks of bench/skew_steps.py, 44 steps
     .venv/bin/python bench/skew.py --smoke
 
 A layer of Qwen3-30B-A3B's shape on H200s that share one NVLink domain, or `--nodes` of them. Each step's rows
@@ -9,6 +10,9 @@ The table has the seconds of a gate that is forced to be even, for the same toke
 those of each cure (`balance/cures`, which says what they are and how they are priced). `later` is the second
 half of the steps: first plans are made in the first. `static` has one slot for each of its experts; the other
 cures fill up to `--slots`.
+
+With `--cables` prices are those that four ranks with a cable of 60 mbit each have measured, and a step has
+REST_S beside the layer: what those ranks should see, without their clock.
 
 Training on ranks that really run: bench/skew_steps.py.
 """
@@ -31,6 +35,31 @@ from moeclipse.balance.objective import PlacementCosts, nodes_of
 from moeclipse.balance.workloads import STEADY, WORKLOADS, SharedLayer, counts
 
 D_MODEL, D_FF = 2048, 768
+CABLES = {
+    "ranks": 4,
+    "nodes": 4,
+    "experts": 16,
+    "top_k": 2,
+    "slots": 6,
+    "tokens": 256,
+    "steps": 44,
+    "calls": 1,
+}
+ON_CABLES = PlacementCosts(
+    row_seconds=1.3e-5,
+    row_bytes=384.0,
+    weight_bytes=98304.0,
+    gradient_bytes=98304.0,
+    state_bytes=294912.0,
+    near_bandwidth=7.4e6,
+    far_bandwidth=7.4e6,
+    card_per_rank=True,
+    loan_seconds=1.5e-3,
+    replicas_seconds=7e-3,
+    copy_bandwidth=8.7e6,
+)
+LOOK_S, REST_S = 6e-3, 0.1
+"""Seconds of asking for shadows, and of a step beside its layer."""
 
 
 def main() -> int:
@@ -46,7 +75,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--cables", action="store_true", help="four ranks with a slow cable each")
     given = parser.parse_args()
+    if given.cables:
+        vars(given).update(CABLES)
     shape = SharedLayer(
         num_experts=given.experts, top_k=given.top_k, num_ranks=given.ranks, tokens=given.tokens
     )
@@ -81,7 +113,12 @@ def measure(workload: str, shape: SharedLayer, given: Any) -> dict[str, Any]:
     config = PlacementConfig(planner="incremental")
     node_P = nodes_of(shape.num_ranks, given.nodes)
     bed = Bed(costs=costs_for(given.calls, config), slots=given.slots, node_P=node_P, config=config)
+    if given.cables:
+        config = replace(config, start_step=4)
+        bed = replace(bed, costs=ON_CABLES, config=config, look=LOOK_S, least_s=0.01 * 2 * REST_S)
     found = replay((counts(workload, given.seed, step, shape) for step in range(given.steps)), bed)
+    if given.cables:
+        found.seconds = {way: [each + REST_S for each in seconds] for way, seconds in found.seconds.items()}
     row: dict[str, Any] = {
         "workload": workload,
         "fullest": float(np.mean(1 / np.array(found.balance["static"]))),

@@ -24,7 +24,7 @@ def test_a_run_ends_with_advice_and_its_page(tmp_path: Path) -> None:
     out = io.StringIO()
     tell_page(folder, Console(file=out, soft_wrap=True))
     skew, first, second, last = out.getvalue().splitlines()
-    assert skew == "skew      ranks at 0.88, which cost 8.41 ms of waiting a step (7 %)"
+    assert skew == "skew      ranks at 0.88, which cost at least 8.41 ms of waiting a step (7 %)"
     assert first.startswith("advice    --placement.planner auto: wins at most 7 % of a step (8.41 ms); ")
     assert second.startswith("          --moe.schedule auto: wins at most 5 % of a step")
     assert last == f"page      {folder / 'report.html'}"

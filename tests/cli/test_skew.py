@@ -26,6 +26,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give or take 10 %" in out
     for way in ("static", "shadows", "replicas", "planned", "auto"):
         assert sum(line.startswith(way) for line in out.splitlines()) == 1
+    assert sum("(this run)" in line for line in out.splitlines()) == 1
     assert main(["skew", str(folder), "--ranks", "4"]) == 2
     assert "--ranks, --slots and --tokens are for configurations" in capsys.readouterr().err
 

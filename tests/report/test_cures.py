@@ -94,3 +94,45 @@ def test_layers_that_stand_for_all() -> None:
     steps = recorded(load, 1, 2, 1)
     assert len(steps) == 1
     assert steps[0].sum(0).tolist() == [9, 1]
+
+
+def found_for(folder: Path, config: str, **choices: Any) -> Any:
+    run = skewed(folder, **choices)
+    (run / "config.toml").write_text(config)
+    found = cures_of(read_run(run))
+    assert found is not None
+    return found
+
+
+def test_advice_knows_what_the_run_had(tmp_path: Path) -> None:
+    """Nobody is told to switch on what is on; prices of the book are a reason why it may do little."""
+    static = found_for(tmp_path / "a", "")
+    assert static.now == "static"
+    assert static.advice().startswith("try --")
+    assert static.advice().endswith("of a step with experts that stay")
+    on = '[moe]\nshadow = "auto"\n[placement]\nplanner = "auto"\n'
+    has = found_for(tmp_path / "b", on)
+    assert has.now == "auto"
+    assert has.advice().startswith("the run has the best of these on already (--placement.planner auto")
+    assert has.advice().endswith("already in its times")
+    book = found_for(tmp_path / "c", on, placement={**PRICES, "fixed": True})
+    assert "try --run.deterministic false, which measures them" in book.advice()
+    assert found_for(tmp_path / "d", '[moe]\nshadow = "auto"\n').now == "shadows"
+    assert found_for(tmp_path / "e", '[placement]\nplanner = "greedy"\n').now == "planned"
+
+
+def test_a_planner_that_decides_by_the_book_is_told_to_measure(tmp_path: Path) -> None:
+    for name, fixed in (("a", True), ("b", False)):
+        run = skewed(tmp_path / name, placement={**PRICES, "fixed": fixed})
+        (run / "config.toml").write_text('[moe]\nschedule = "smart"\n[placement]\nplanner = "auto"\n')
+        read = read_run(run)
+        told = [one.setting for one in advise_run(read, measures_of(read))]
+        assert ("--run.deterministic false" in told) == fixed
+
+
+def test_doubts_of_rows_and_wires_count_by_their_part(tmp_path: Path) -> None:
+    """Rows are most of this layer: what wires are off by hardly matters."""
+    wires = found_for(tmp_path / "a", "", placement={**PRICES, "row_doubt": 0.0, "wire_doubt": 0.5})
+    rows = found_for(tmp_path / "b", "", placement={**PRICES, "row_doubt": 0.5, "wire_doubt": 0.0})
+    assert wires.doubt + rows.doubt == pytest.approx(0.5, abs=0.05)
+    assert wires.doubt != pytest.approx(rows.doubt, rel=0.1)

@@ -82,6 +82,8 @@ class CureSeconds:
     """Of each step, beside what was planned."""
     plan_s: list[float] = field(default_factory=list)
     """Processor seconds of each plan."""
+    unsure: list[float] = field(default_factory=list)
+    """Seconds that each step with experts that stay may be off by, as prices were measured."""
 
     def throughput(self, way: str, first: int = 0) -> float:
         """Over that of an even gate, from a step on."""
@@ -143,6 +145,7 @@ class _Held:
         for way, each in zip(CURES, scored, strict=True):
             found.balance[way].append(each.balance)
         found.loans.append(loans)
+        found.unsure.append(self.plain.bed.costs.unsure_seconds(scored[0]))
         self.trace.add(number, counts_PE[None])
         for planned in (self.plain, self.planned, self.auto):
             planned.ask(number, counts_PE, self.trace)

@@ -29,7 +29,7 @@ from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.program import command
 from moeclipse.core.shown import visible
-from moeclipse.report.cures import FLAGS, Cures, cures_of
+from moeclipse.report.cures import FLAGS, WORTH, Cures, cures_of
 from moeclipse.report.gain import short
 from moeclipse.report.run import read_run
 
@@ -41,8 +41,7 @@ TOLD = ("even", "hot experts", "hot rank", "rotating", "burst")
 DRAWN = 1 << 14
 """(token, expert) pairs that are drawn of a step, at most: the others are taken to be like them."""
 NAMED_TOKENS = 8192
-WORTH = 0.01
-TABLE_WIDTH = 110
+TABLE_WIDTH = 120
 STATE_VALUES, MATRICES_PASSED = 3, 3
 """Of AdamW: master weights and two moments. Forward, and both products of backward."""
 
@@ -121,7 +120,7 @@ def tell_run(console: Console, options: SkewConfig, path: Path) -> None:
         f"({100 * found.cost_ms / found.step_ms:.0f} %) where experts stay"
     )
     wide(console).print(run_table(found))
-    console.print(advice_of_run(found, run.config.get("placement.planner", "static")))
+    console.print(found.advice())
     console.print(
         f"how sure: replayed on the run's own loads, not run; {found.prices}; the range is that of quarters "
         "of the steps"
@@ -141,18 +140,9 @@ def run_table(found: Cures) -> Table:
     for cure in found.found:
         share = f"{100 * cure.share:+.1f} %" if cure.way != "static" else ""
         span = f"{100 * cure.low:+.1f} to {100 * cure.high:+.1f} %" if cure.way != "static" else ""
-        table.add_row(cure.way, f"{cure.throughput:.2f}", share, span, FLAGS[cure.way])
+        name = f"{cure.way} (this run)" if cure.way == found.now else cure.way
+        table.add_row(name, f"{cure.throughput:.2f}", share, span, FLAGS[cure.way])
     return table
-
-
-def advice_of_run(found: Cures, planner: str) -> str:
-    best = found.best
-    if best.share < WORTH:
-        return "nothing of it wins 1 % of a step: experts can stay where they are"
-    simple = next(cure for cure in found.found if cure.share >= 0.9 * best.share)
-    done = " (the run had a planner: of these it has some already)" if planner != "static" else ""
-    won = f"wins {short(simple.gain_ms)} ms, {100 * simple.share:.0f} % of a step"
-    return f"try {FLAGS[simple.way]}: {won}{done}"
 
 
 # --- a configuration -------------------------------------------------------------------------------------

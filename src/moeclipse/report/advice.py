@@ -117,6 +117,7 @@ def even_ranks(run: RunData, measures: Values) -> Iterator[Advice]:
     if not straggle or balance is None or balance > UNEVEN:
         return
     if run.config.get("placement.planner", "static") != "static":
+        yield from measured_prices(run, balance)
         return
     see = f"see {command('place', run.directory)}"
     would = outlook(run)
@@ -142,6 +143,20 @@ def even_ranks(run: RunData, measures: Values) -> Iterator[Advice]:
             why=f"ranks at {balance:.2f}: those with fewer rows wait for the fullest ({straggle:.1f} ms of "
             f"straggle, for whatever reason); {see}",
         )
+
+
+def measured_prices(run: RunData, balance: float) -> Iterator[Advice]:
+    """A planner that is on, decides by prices that are written down, and leaves ranks uneven."""
+    cures = cures_of(run)
+    if cures is None or not cures.by_the_book or cures.own.gain_ms <= 0:
+        return
+    yield Advice(
+        setting="--run.deterministic false",
+        gain_ms=cures.own.gain_ms,
+        at_most=True,
+        why=f"ranks at {balance:.2f} with a planner on, which decides by prices that are written down, not "
+        f"by this machine's; {cures.in_words()}; see {command('skew', run.directory)}",
+    )
 
 
 def shorter_bubble(run: RunData, measures: Values) -> Iterator[Advice]:

@@ -31,6 +31,10 @@ from moeclipse.report.skew import probe_of, problems_of
 MOST_STEPS, MOST_LAYERS = 32, 2
 """Replayed for the page of a run, which has to be there at once; `moeclipse skew` takes more."""
 QUARTERS = 4
+WORTH, NEARLY = 0.01, 0.9
+"""Of a step, and of what the best wins: the first that wins so much is simple enough to be advised."""
+LEAST_OF_STEP = 0.01
+"""That a plan of auto has to win of a step (`train/placement/model_placement`)."""
 FLAGS = {
     "static": "--placement.planner static --moe.shadow off",
     "shadows": "--moe.shadow auto",
@@ -63,6 +67,10 @@ class Cures:
     """Of a step, with experts that stay, over an even gate."""
     doubt: float
     """Part by which prices may be off."""
+    now: str
+    """The cure that the run had, by its configuration."""
+    by_the_book: bool
+    """Whether the run decided by prices that are written down, which may be far from what rows cost it."""
     prices: str
     """Where they are from, in words."""
     found: tuple[Cure, ...]
@@ -70,6 +78,31 @@ class Cures:
     @property
     def best(self) -> Cure:
         return max(self.found, key=lambda cure: cure.gain_ms)
+
+    @property
+    def own(self) -> Cure:
+        """What the cure that the run had should win of a step with experts that stay."""
+        return next(cure for cure in self.found if cure.way == self.now)
+
+    def advice(self) -> str:
+        """What to do, and what it wins beside what the run has already."""
+        best, own = self.best, self.own
+        if best.share < WORTH:
+            return "nothing of it wins 1 % of a step: experts can stay where they are"
+        simple = next(cure for cure in self.found if cure.share >= NEARLY * best.share)
+        if own.share >= NEARLY * best.share:
+            has = f"the run has the best of these on already ({FLAGS[self.now]})"
+            if self.by_the_book:
+                return (
+                    f"{has}, but decides by prices that are written down, so it may do less: try "
+                    f"--run.deterministic false, which measures them, up to {100 * own.share:.0f} % of a step"
+                )
+            return f"{has}: {100 * own.share:.0f} % of a step, already in its times"
+        of_it = "" if own.way == "static" else f"; the run should have {100 * own.share:.0f} % now"
+        how = " (TABLE: moeclipse place RUN --out plan.json)" if simple.way == "replicas" else ""
+        book = " --run.deterministic false" if self.by_the_book else ""
+        wins = f"wins {short(simple.gain_ms)} ms, {100 * simple.share:.0f} % of a step with experts that stay"
+        return f"try {FLAGS[simple.way]}{book}{how}: {wins}{of_it}"
 
     def in_words(self) -> str:
         """What each would win, in one line."""
@@ -114,11 +147,17 @@ def _cures(run: RunData, most_steps: int, most_layers: int) -> Cures | None:
             node_P=problem.node_P,
             calls=calls,
             config=config,
+            look=calls * float(probe.get("look") or 0.0),
+            least_s=LEAST_OF_STEP * step_s / load.num_layers,
             apart=load.every,
         )
         steps = recorded(load, layer, problem.num_ranks, most_steps)
         copies = max(load.average_LPE.shape[1] // problem.num_ranks, 1)
         replays.append(replay([counts_PE // copies for counts_PE in steps], bed))
+    if "row_doubt" in probe:  # rows and wires apart, as far as they are parts of a layer
+        unsure = sum(sum(each.unsure) for each in replays)
+        whole = sum(sum(each.seconds["static"]) for each in replays)
+        doubt = unsure / whole if whole > 0 else doubt
     all_layers = load.num_layers / len(chosen)
     seconds = {
         way: all_layers * np.sum([each.seconds[way] for each in replays], axis=0) for way in (EVEN, *CURES)
@@ -132,9 +171,19 @@ def _cures(run: RunData, most_steps: int, most_layers: int) -> Cures | None:
         step_ms=1e3 * step_s,
         cost_ms=1e3 * _of_step(seconds, EVEN, step_s, most),
         doubt=doubt,
+        now=way_of(run),
+        by_the_book=bool(probe.get("fixed")),
         prices=prices_in_words(bool(probe.get("fixed")), row_ms is not None, doubt),
         found=tuple(cure_of(way, replays, seconds, step_s, most, doubt) for way in CURES),
     )
+
+
+def way_of(run: RunData) -> str:
+    """By its configuration."""
+    lends = run.config.get("moe.shadow", "off") == "auto"
+    if run.config.get("placement.planner", "static") != "static":
+        return "auto" if lends else "planned"
+    return "shadows" if lends else "replicas" if run.config.get("placement.slots") else "static"
 
 
 def prices_in_words(fixed: bool, rows_known: bool, doubt: float) -> str:

@@ -3,7 +3,8 @@
     skew = skew_of(run)              # None on one rank
     for line in skew.in_words(): ...
 
-    cost        rows of the fullest rank above the mean, times what a row was measured to cost
+    cost        rows of the fullest rank above the mean, times what a row was measured to cost: at least, as
+                rows of all layers are added up first, and another rank may be the fullest in each
     gain        of plans that were taken (`report/gain`)
     would       the objective's word on a plan for these loads, with the costs that the run has measured
 
@@ -66,7 +67,8 @@ class Skew:
         ranks = f"ranks at {self.balance:.2f}"
         if self.cost_ms is None or self.share is None:
             return f"{ranks}; what that cost is not known"
-        return f"{ranks}, which cost {short(self.cost_ms)} ms of waiting a step ({100 * self.share:.0f} %)"
+        cost = f"at least {short(self.cost_ms)} ms of waiting a step ({100 * self.share:.0f} %)"
+        return f"{ranks}, which cost {cost}"
 
     def _would(self) -> str:
         if self.would is None:
