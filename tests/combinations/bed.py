@@ -18,7 +18,7 @@ from plans import FREE
 from moeclipse.balance import asking
 from moeclipse.comm.group import number_hosts
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe import layer
+from moeclipse.moe.exchange import plan
 from moeclipse.moe.tune.probe import Probe
 from moeclipse.ops.sending import MOST_CHOICES
 from moeclipse.testing.compare import difference
@@ -79,7 +79,7 @@ def trained(
     """
     mesh.hosts = number_hosts(hosts, mesh.num_ranks)
     if load_from:
-        layer.plans_on_device = lambda scores_TK: scores_TK.shape[1] <= MOST_CHOICES
+        plan.plans_on_device = lambda scores_TK: scores_TK.shape[1] <= MOST_CHOICES
     learner = Learner(config, mesh)
     gradients = watch_gradients(learner)
     if config.moe.shadow == "auto":

@@ -63,7 +63,7 @@ from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
 from moeclipse.moe.private_torch import NO_BACKWARD, running_backward, transforming
 from moeclipse.moe.tokens import AskedTokens, Inputs, Loads, Piggyback, Structure, Tokens, leave_out, rows_for
-from moeclipse.moe.tune.exchange_policy import ExchangeSchedule, plans_on_device
+from moeclipse.moe.tune.exchange_policy import ExchangeSchedule
 from moeclipse.moe.tune.probe import Probe, measure
 from moeclipse.moe.validate import (
     TOP_K,
@@ -434,7 +434,7 @@ class MoE(nn.Module):
         learns = self.training and known is None and running_backward() == NO_BACKWARD
         given = (routing, dispatcher, pairwise, self.mesh, where)
         decide = partial(policy.decide, *given, plain=padded if whole else None)
-        on_device, agreed = on_device and plans_on_device(routing.scores_TK), (routing, dispatcher, where)
+        agreed = (routing, dispatcher, where)
         asked: dict[str, Any] = {"known": known, "learns": learns, "loads": loads, "on_device": on_device}
         decision, plan, staying = plan_call(policy, decide, agreed, **asked)
         if call is not None:

@@ -22,7 +22,7 @@ from moeclipse.moe.experts.served import Guests, ServedExperts
 from moeclipse.moe.experts.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.tokens import Loads, Piggyback
-from moeclipse.moe.tune.exchange_policy import Decided, Decision, ExchangeSchedule
+from moeclipse.moe.tune.exchange_policy import Decided, Decision, ExchangeSchedule, plans_on_device
 from moeclipse.moe.tune.shadow_choice import gather_counts
 from moeclipse.ops.sending import chunk_of
 from moeclipse.schedule.shape import ExchangeShape
@@ -40,6 +40,7 @@ def plan_call(
 ) -> tuple[Decision, DispatchPlan, torch.Tensor]:
     """A decision and its plan; where sizes are a surprise, both once more, with the counts of all ranks."""
     routing, dispatcher, where = agreed
+    on_device = on_device and plans_on_device(routing.scores_TK)
     given = (routing, dispatcher, policy.hosts, where)
     decision = decide(learns=learns, decided=known)
     plan, staying = plan_exchange(decision, *given, loads=loads, on_device=on_device)

@@ -181,7 +181,7 @@ class ExchangeSchedule:
         if learns:
             self._measure(ids_TK, dispatcher, experts, mesh, where)
         watch = self.cuts.watch if decided is None else None
-        asks, policy = self.shadows.asking.asks, self.shadows.now
+        asks, policy = self.shadows.asking.asks, self.shadows.here.policy or self.shadows.policy
         decided = decided or Decided(use=self.cuts.use, probe=self.probe, asks=asks, policy=policy)
         costs, mine, counts_PE, may_serve = None, None, NOBODY, False
         self.shadows.plan = None

@@ -37,6 +37,12 @@ Lent = Mapping[int, Iterable[int]]
 """Experts, and the ranks that get a copy."""
 
 
+class OfThread(threading.local):
+    """What calls of one thread lend."""
+
+    policy: ShadowPolicy | None = None
+
+
 class ShadowChoice:
     """Of one layer."""
 
@@ -51,7 +57,7 @@ class ShadowChoice:
         """Of the last call; None where it did not ask."""
         self.policy: ShadowPolicy | None = None
         """Of one's own: asked in every call, in place of all others."""
-        self._here = threading.local()
+        self.here = OfThread()
 
     @contextmanager
     def lending(self, wanted: Iterable[int] | Lent | ShadowPolicy) -> Iterator[None]:
@@ -62,16 +68,16 @@ class ShadowChoice:
         """
         if self.config.schedule == "gathered":
             raise ConfigError("moe.schedule = 'gathered' lends nothing: all tokens are on every rank")
-        before, self._here.policy = getattr(self._here, "policy", None), policy_of(wanted)
+        before, self.here.policy = self.here.policy, policy_of(wanted)
         try:
             yield
         finally:
-            self._here.policy = before
+            self.here.policy = before
 
     @property
     def now(self) -> ShadowPolicy | None:
         """The policy of one's own that counts for a call of this thread."""
-        return getattr(self._here, "policy", None) or self.policy
+        return self.here.policy or self.policy
 
     @property
     def automatic(self) -> bool:
